@@ -1,0 +1,186 @@
+"""What a rollout provides so that it can be judged, and the plain values that cross that border.
+
+Nothing here knows an inference engine, a model or how an adapter travels: the rollout chooses that.
+The protocol is structural: no base class, no import of this package, is needed to satisfy it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+
+
+class Capability(StrEnum):
+    """What a rollout says it can do. Undeclared: not applicable. Declared but absent: a failure."""
+
+    BASE = "base"
+    """``adapter=False`` is answered by the base model."""
+    BASE_BEFORE_SYNC = "base-before-sync"
+    """Before the first update ``adapter=True`` is answered by the base model; undeclared, it raises."""
+    LOGPROBS = "logprobs"
+    """Completions carry the logprob of each token, before temperature and truncation."""
+    PREFIX_CACHE = "prefix-cache"
+    """KV of a repeated prompt is reused, and completions carry ``num_cached_tokens``."""
+    INVENTORY = "inventory"
+    """``loaded_adapters()`` lists what the engine holds."""
+    STABLE_ID = "stable-id"
+    """One adapter name and int id for the life of the rollout."""
+    VERSIONED_ID = "versioned-id"
+    """A new (name, int id) pair for every update, never used twice."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """What the kit asks of a rollout it starts. A rollout attached to a running system may honour
+    something else and say so in its ``spec`` attribute, which is then what it is judged by.
+
+    ``dtype`` is "float32", "bfloat16" or "float16"; ``max_lora_rank`` is the highest rank that must
+    be accepted (not the engine's rounded value); ``max_model_len`` is in tokens, prompt and
+    completion together; ``workdir`` is an existing folder that the rollout may write to.
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    max_lora_rank: int = 24
+    max_model_len: int = 1024
+    max_num_seqs: int = 16
+    seed: int = 0
+    workdir: str = "."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of the policy's adapter, as the trainer holds it.
+
+    ``tensors`` maps PEFT's names (``base_model.model.<module>.lora_A.weight`` of shape [rank, in],
+    ``...lora_B.weight`` of shape [out, rank]) to floating-point tensors on any device. ``version``
+    never shrinks; the same version with the same tensors is a no-op, with others an error.
+    """
+
+    version: int
+    config: LoraConfig
+    tensors: Mapping[str, torch.Tensor]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors`` as PEFT does; return the folder."""
+        from safetensors.torch import save_file
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(str(path))
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()},
+            path / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        return path
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now."""
+        import torch
+
+        sha = hashlib.sha256(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name].detach().cpu().contiguous()
+            sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return sha.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt to complete with exactly ``max_tokens`` tokens.
+
+    Sampling is from the model's own distribution at ``temperature`` (0: greedy): no top-p, top-k,
+    penalties or stop strings, and the end-of-sequence token is a token like any other. A rollout
+    that has to stop there says so in ``finish_reason``. ``adapter`` False asks the base model.
+    ``route`` names one of the rollout's entries, for rollouts that have several.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    adapter: bool = True
+    route: str = "default"
+
+    def to_json(self) -> dict[str, Any]:
+        """The request as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came back for a request.
+
+    ``logprobs`` (nats, one per token) are the model's before temperature and truncation.
+    ``finish_reason`` is "length", "stop" or "abort". ``num_cached_tokens`` counts prompt tokens
+    whose KV was reused. ``version_spans`` lists (index of the first token, version).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: str = "length"
+    num_cached_tokens: int | None = None
+    version_spans: tuple[tuple[int, int], ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The completion as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """One adapter that the engine holds now."""
+
+    name: str
+    int_id: int
+    rank: int | None = None
+
+
+class Rollout(Protocol):
+    """A rollout under test.
+
+    When ``update_adapter`` returns, every later request is served by the new version; when it
+    raises, the old one still serves. Optional attributes: ``spec`` (the RolloutSpec it honoured)
+    and ``inventory_bound`` (the most adapters of its own it keeps loaded; 1 when absent).
+    """
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the rollout declares."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Complete one prompt. Many may run at once, beside updates too."""
+        ...
+
+    async def update_adapter(self, adapter: Adapter) -> None:
+        """Serve this adapter from now on, or raise and change nothing."""
+        ...
+
+    async def loaded_adapters(self) -> Sequence[LoadedAdapter]:
+        """The adapters that the engine holds now."""
+        ...
+
+
+class RolloutFactory(Protocol):
+    """What ``--rollout pkg.mod:factory,key=value`` names: options arrive as strings."""
+
+    def __call__(self, spec: RolloutSpec, **options: str) -> AbstractAsyncContextManager[Rollout]:
+        """Start a rollout for the length of the context."""
+        ...
