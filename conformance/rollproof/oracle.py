@@ -1,0 +1,247 @@
+"""The merged-weight model: what a rollout should have sampled from.
+
+transformers with PEFT's own merge, in float32, teacher-forced on the tokens that came back. Base
+weights and adapters are first rounded to the rollout's dtype, since that is what it computes with.
+The oracle knows no rollout and shares no code with one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .protocol import Adapter
+
+BASE = 0
+"""The version number of the base model; adapters count from 1."""
+
+LAMBDAS = torch.tensor([-8.0, -4.0, -2.0, -1.0, -0.5, -0.25, -0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8])
+"""Where the log moment generating function of the surprisal is taken (see ``Scores``)."""
+
+
+class ModelError(ValueError):
+    """A model folder that can't be read. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the tokens that a rollout, or the oracle itself, gave for it."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's view of the T tokens of a sequence; float32 tensors on the CPU, in nats.
+
+    ``logprobs`` [T]: of each token. ``top`` [T]: of the likeliest token. ``top_ids`` [T]: that token.
+    For sampled sequences ``surprise`` [T] is -log q(token) minus the entropy, under the
+    distribution q at the sequence's temperature, and ``log_mgf`` [T, len(LAMBDAS)] is
+    log E_q exp(lambda * surprise), exact over the whole vocabulary.
+    """
+
+    logprobs: torch.Tensor
+    top: torch.Tensor
+    top_ids: torch.Tensor
+    surprise: torch.Tensor | None = None
+    log_mgf: torch.Tensor | None = None
+
+
+class Oracle:
+    """The base model and every adapter version it was given, each able to score tokens."""
+
+    def __init__(self, model_path: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.dtype = dtype
+        self.device = torch.device(device)
+        if not Path(model_path, "config.json").is_file():
+            raise ModelError(
+                f"no model at '{model_path}': --model has to be a Hugging Face folder with a config.json"
+            )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"no model can be read from '{model_path}': {error}") from error
+        self._base = model.eval().requires_grad_(False).to(self.device).float()
+        self.vocab_size = int(self._base.config.vocab_size)
+        self._adapters: dict[int, Adapter] = {}
+        self._merged: OrderedDict[int, Any] = OrderedDict()
+        # Merged versions are kept while they fit; an engine on the same GPU has taken its share by now.
+        self._room = torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else 4 << 30
+
+    @property
+    def versions(self) -> list[int]:
+        """Every candidate: the base model, then the adapters in the order they came."""
+        return [BASE, *self._adapters]
+
+    def layers(self) -> dict[str, torch.Tensor]:
+        """The weight [out, in] of every linear layer but the output layer, by name."""
+        output = self._base.get_output_embeddings()
+        return {
+            name: module.weight
+            for name, module in self._base.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not output
+        }
+
+    def add(self, adapter: Adapter) -> None:
+        """Learn a version. Its tensors are copied, rounded to the rollout's dtype."""
+        if adapter.version <= BASE:
+            raise ValueError(f"an adapter's version is at least 1, not {adapter.version}")
+        rounded = {
+            name: tensor.detach().to(self.device, self.dtype, copy=True).float()
+            for name, tensor in adapter.tensors.items()
+        }
+        self._adapters[adapter.version] = Adapter(adapter.version, copy.deepcopy(adapter.config), rounded)
+        self._merged.pop(adapter.version, None)
+
+    def forget(self, version: int) -> None:
+        """Drop a version."""
+        self._adapters.pop(version, None)
+        self._merged.pop(version, None)
+
+    @torch.inference_mode()
+    def score(
+        self, version: int, sequences: Sequence[Sample], stale: tuple[int, int] | None = None
+    ) -> list[Scores]:
+        """Each sequence under one version, in float32.
+
+        ``stale`` (older version, n) replays a cache fault: the KV of the first n prompt tokens is
+        the older version's, the rest is computed on top of it.
+        """
+        return [
+            _reduce(logits, sequence)
+            for sequence, logits in zip(
+                sequences, self._logits(self._model(version), sequences, stale), strict=True
+            )
+        ]
+
+    @torch.inference_mode()
+    def noise(self, version: int, sequences: Sequence[Sample]) -> list[torch.Tensor]:
+        """What computing in the rollout's dtype does to each token's logprob: [2, T] per sequence.
+
+        Row 0 is the merged model's error, row 1 that of base plus adapter kept apart, which is how
+        engines serve it. The truth is float32, or float64 for a float32 rollout.
+        """
+        if self.dtype == torch.float32:
+            exact = copy.deepcopy(self._model(version)).double()
+            noisy = [self._model(version), self._unmerged(version)]
+        else:
+            exact = self._model(version)
+            noisy = [copy.deepcopy(exact).to(self.dtype), self._unmerged(version).to(self.dtype)]
+        truth = [
+            _token_logprobs(row, s) for row, s in zip(self._logits(exact, sequences), sequences, strict=True)
+        ]
+        errors = []
+        for model in noisy:
+            found = self._logits(model, sequences)
+            errors.append([_token_logprobs(row, s) for row, s in zip(found, sequences, strict=True)])
+        return [torch.stack([error[i] - truth[i] for error in errors]).float() for i in range(len(sequences))]
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        version: int,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> list[Sample]:
+        """Complete prompts of one length with the merged model itself."""
+        model = self._model(version)
+        step = torch.tensor(prompts, device=self.device)
+        cache, columns = None, []
+        for _ in range(max_tokens):
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            columns.append(token)
+            step = token.to(self.device)
+        tokens = torch.cat(columns, 1).tolist()
+        return [Sample(p, tuple(t), temperature) for p, t in zip(prompts, tokens, strict=True)]
+
+    def _logits(
+        self, model: Any, sequences: Sequence[Sample], stale: tuple[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        """[T, vocab] for the positions that predict each sequence's tokens, on the device."""
+        found: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            groups.setdefault((len(sequence.prompt), len(sequence.tokens)), []).append(index)
+        for (_, n_tokens), members in groups.items():
+            rows = [[*sequences[i].prompt, *sequences[i].tokens] for i in members]
+            ids, cache = torch.tensor(rows, device=self.device), None
+            if stale is not None:
+                older, kept = stale
+                cache = self._model(older)(input_ids=ids[:, :kept], use_cache=True).past_key_values
+                ids = ids[:, kept:]
+            output = model(
+                input_ids=ids,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=n_tokens + 1,
+            )
+            for row, index in enumerate(members):
+                found[index] = output.logits[row, :-1]
+        return found
+
+    def _model(self, version: int) -> Any:
+        if version == BASE:
+            return self._base
+        if version in self._merged:
+            self._merged.move_to_end(version)
+            return self._merged[version]
+        merged = self._peft(version).merge_and_unload(safe_merge=True)
+        self._merged[version] = merged
+        size = sum(p.numel() * p.element_size() for p in merged.parameters())
+        while len(self._merged) > max(1, self._room // size):
+            self._merged.popitem(last=False)
+        return merged
+
+    def _unmerged(self, version: int) -> Any:
+        return copy.deepcopy(self._base) if version == BASE else self._peft(version)
+
+    def _peft(self, version: int) -> Any:
+        from peft import get_peft_model, set_peft_model_state_dict
+
+        adapter = self._adapters[version]
+        model = get_peft_model(copy.deepcopy(self._base), copy.deepcopy(adapter.config)).eval()
+        loaded = set_peft_model_state_dict(model, dict(adapter.tensors))
+        lost = [name for name in loaded.missing_keys if ".lora_" in name]
+        if loaded.unexpected_keys or lost:
+            raise ValueError(f"PEFT places not all of version {version}: {loaded.unexpected_keys or lost}")
+        return model
+
+
+def _token_logprobs(logits: torch.Tensor, sequence: Sample) -> torch.Tensor:
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    tokens = torch.tensor(sequence.tokens, device=logits.device)
+    return precise.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu()
+
+
+def _reduce(logits: torch.Tensor, sequence: Sample) -> Scores:
+    full = logits.float().log_softmax(-1)
+    tokens = torch.tensor(sequence.tokens, device=full.device)[:, None]
+    top, top_ids = full.max(-1)
+    scores = Scores(full.gather(-1, tokens)[:, 0].cpu(), top.cpu(), top_ids.cpu())
+    if sequence.temperature == 0:
+        return scores
+    log_q = (logits.float() / sequence.temperature).log_softmax(-1)
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    surprise = -log_q.gather(-1, tokens)[:, 0] - entropy
+    # E exp(lam * (-log q - H)) = sum over v of q_v^(1 - lam) * exp(-lam * H)
+    log_mgf = torch.stack(
+        [torch.logsumexp((1 - lam) * log_q, -1) - lam * entropy for lam in LAMBDAS.tolist()], -1
+    )
+    return Scores(scores.logprobs, scores.top, scores.top_ids, surprise.cpu(), log_mgf.cpu())
