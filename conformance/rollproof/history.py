@@ -1,0 +1,104 @@
+"""What happened, in order: every call to a rollout with its answer, as JSON lines.
+
+The judge decides from this record, so it holds what was asked and what came back, and nothing that
+was concluded. Adapters are named by version and digest; their tensors stay out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from .oracle import BASE
+from .protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
+
+
+@dataclass
+class Update:
+    """One ``update_adapter`` call. ``ended`` is None while it runs; ``error`` is what it raised."""
+
+    version: int
+    started: int
+    ended: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One answered ``generate`` call. ``started`` and ``ended`` are places in the history's order."""
+
+    request: GenerateRequest
+    completion: Completion
+    started: int
+    ended: int
+
+
+@dataclass
+class History:
+    """The record of one rollout's life. Times are places in one order: 0, 1, 2, ..."""
+
+    updates: list[Update] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    stream: TextIO | None = None
+    _tick: int = 0
+
+    def note(self, event: str, **values: Any) -> int:
+        """Write one line and return its place in the order."""
+        tick, self._tick = self._tick, self._tick + 1
+        if self.stream is not None:
+            line = {"tick": tick, "unix_seconds": round(time.time(), 6), "event": event, **values}
+            self.stream.write(json.dumps(line) + "\n")
+            self.stream.flush()
+        return tick
+
+    def update_started(self, adapter: Adapter) -> Update:
+        """Record that an update was asked for."""
+        tick = self.note(
+            "update started",
+            version=adapter.version,
+            digest=adapter.digest(),
+            config={"r": adapter.config.r, "lora_alpha": adapter.config.lora_alpha},
+        )
+        update = Update(adapter.version, tick)
+        self.updates.append(update)
+        return update
+
+    def update_ended(self, update: Update, error: BaseException | None = None) -> None:
+        """Record how an update came out."""
+        update.error = None if error is None else f"{type(error).__name__}: {error}"
+        update.ended = self.note("update ended", version=update.version, error=update.error)
+
+    def request_started(self, request: GenerateRequest) -> int:
+        """Record that a completion was asked for."""
+        return self.note("request started", request=request.to_json())
+
+    def request_ended(self, request: GenerateRequest, started: int, completion: Completion) -> Exchange:
+        """Record a completion."""
+        ended = self.note("request ended", started=started, completion=completion.to_json())
+        exchange = Exchange(request, completion, started, ended)
+        self.exchanges.append(exchange)
+        return exchange
+
+    def inventory(self, loaded: list[LoadedAdapter]) -> None:
+        """Record what the rollout said is loaded."""
+        self.note("inventory", loaded=[[item.name, item.int_id, item.rank] for item in loaded])
+
+    def admitted(self, exchange: Exchange) -> list[int]:
+        """The versions that may have served a request, by the protocol's promise.
+
+        One that returned before the request started replaced all before it; one that ran beside the
+        request may or may not have served it; one that raised never does. Newest last.
+        """
+        if not exchange.request.adapter:
+            return [BASE]
+        before, beside = BASE, []
+        for update in self.updates:
+            if update.error is not None:
+                continue
+            if update.ended is not None and update.ended < exchange.started:
+                before = update.version
+            elif update.started < exchange.ended:
+                beside.append(update.version)
+        return [before, *beside]

@@ -1,0 +1,208 @@
+"""From what came back and what the oracle says of it to a verdict. Pure functions, no engine.
+
+A completion's logprobs are compared with every candidate version's, so a verdict can say whose they
+are. Its tokens are judged apart from its logprobs, since those may have been computed elsewhere:
+greedy tokens have to be the likeliest, sampled ones must not surprise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .oracle import BASE, LAMBDAS, Scores
+
+MARGIN = 4.0
+"""A tolerance is this many times the largest noise that the oracle showed over n samples. If the noise
+has tails no heavier than exponential, one sample exceeds it by chance with a probability of n^-4."""
+
+FLOOR = 1e-4
+"""nats. No tolerance is below it: float32 kernels differ in the order of sums and in how they
+approximate exp, which the oracle's own noise does not show."""
+
+POWER = 10.0
+"""A pass is claimed only where the candidates are at least this many tolerances apart."""
+
+ERROR_RATE = 1e-9
+"""The probability that one test of sampled tokens fails a right rollout: 1e-6 over a thousand tests."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a right rollout may be from the oracle, in nats.
+
+    ``completion`` bounds the root mean square over a completion's tokens, ``token`` each token.
+    ``noise`` is the root mean square of the noise they come from, over ``samples`` tokens.
+    """
+
+    completion: float
+    token: float
+    noise: float
+    samples: int
+
+    @classmethod
+    def from_noise(cls, errors: Sequence[torch.Tensor]) -> Tolerance:
+        """From logprob errors, [rows, T] for each sequence."""
+        flat = torch.cat([error.flatten() for error in errors])
+        by_completion = torch.cat([rms(error) for error in errors])
+        return cls(
+            completion=max(FLOOR, MARGIN * by_completion.max().item()),
+            token=max(FLOOR, MARGIN * flat.abs().max().item()),
+            noise=rms(flat).item(),
+            samples=flat.numel(),
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A completion with the oracle's scores of its T tokens under each candidate.
+
+    ``admitted`` are the candidates that may have served it, the newest last. ``observed`` [T] are
+    the rollout's own logprobs, None if it gives none.
+    """
+
+    tokens: tuple[int, ...]
+    temperature: float
+    observed: torch.Tensor | None
+    admitted: Sequence[int]
+    scores: Mapping[int, Scores]
+
+    @property
+    def expected(self) -> int:
+        """The newest version that may have served it."""
+        return self.admitted[-1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``failure`` is empty for a pass. ``distance`` is the largest from the right version, and
+    ``power`` how many tolerances the nearest wrong version is away, at the least."""
+
+    failure: str
+    distance: float
+    power: float
+
+
+def rms(values: torch.Tensor) -> torch.Tensor:
+    """Root mean square over the last dimension."""
+    return values.double().pow(2).mean(-1).sqrt()
+
+
+def name(version: int) -> str:
+    """How a message calls a version."""
+    return "the base model" if version == BASE else f"version {version}"
+
+
+def judge(scored: Sequence[Scored], tolerance: Tolerance, labels: Mapping[int, str] | None = None) -> Verdict:
+    """Judge the completions of one claim together. ``labels`` renames candidates in messages."""
+    called = {version: name(version) for item in scored for version in item.scores} | dict(labels or {})
+    failures = []
+    for index, item in enumerate(scored):
+        told = _logprob_failure(item, tolerance, called) or _greedy_failure(item, tolerance, called)
+        if told:
+            failures.append(f"completion {index + 1} of {len(scored)}: {told}")
+    if not failures and (told := _surprise_failure(scored, called)):
+        failures.append(told)
+    more = f" ({len(failures) - 1} more completions fail too)" if len(failures) > 1 else ""
+    return Verdict(
+        failure=failures[0] + more if failures else "",
+        distance=max((_distance(item, item.expected) for item in scored), default=0.0),
+        power=min((_separation(item) for item in scored), default=0.0) / tolerance.completion,
+    )
+
+
+def _distance(item: Scored, version: int) -> float:
+    if item.observed is None:
+        return 0.0
+    return rms(item.observed - item.scores[version].logprobs).item()
+
+
+def _separation(item: Scored) -> float:
+    """How far the nearest version that was not admitted is from the expected one, on these tokens."""
+    expected = item.scores[item.expected].logprobs
+    others = [s.logprobs for version, s in item.scores.items() if version not in item.admitted]
+    return min((rms(expected - other).item() for other in others), default=math.inf)
+
+
+def _logprob_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, str]) -> str:
+    if item.observed is None:
+        return ""
+    if not bool(torch.isfinite(item.observed).all()):
+        return f"its logprobs are not all finite: {item.observed.tolist()}"
+    distances = {version: _distance(item, version) for version in item.scores}
+    worst = {version: (item.observed - item.scores[version].logprobs).abs() for version in item.admitted}
+    if any(
+        distances[v] <= tolerance.completion and bool((worst[v] <= tolerance.token).all())
+        for v in item.admitted
+    ):
+        return ""
+    expected, nearest = item.expected, min(distances, key=lambda v: distances[v])
+    wanted = f"expected {called[expected]}"
+    if nearest != expected and distances[nearest] <= tolerance.completion:
+        return (
+            f"{wanted}; these logprobs are those of {called[nearest]}, {distances[nearest]:.2g} nats from it "
+            f"and {distances[expected]:.2g} from {called[expected]} (allowed {tolerance.completion:.2g})"
+        )
+    token = int(worst[expected].argmax())
+    return (
+        f"{wanted}; these logprobs are {distances[expected]:.2g} nats from it (allowed "
+        f"{tolerance.completion:.2g}), at worst {worst[expected][token]:.2g} at token {token} (allowed "
+        f"{tolerance.token:.2g}), and no candidate's: the nearest is {called[nearest]} at "
+        f"{distances[nearest]:.2g}"
+    )
+
+
+def _greedy_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, str]) -> str:
+    if item.temperature != 0:
+        return ""
+    # Both sides of a comparison can be off by a token's tolerance.
+    allowed = 2 * tolerance.token
+    gaps = {version: s.top - s.logprobs for version, s in item.scores.items()}
+    if any(bool((gaps[version] <= allowed).all()) for version in item.admitted):
+        return ""
+    gap = gaps[item.expected]
+    token = int((gap > allowed).nonzero()[0])
+    owner = next((v for v in gaps if bool((gaps[v] <= allowed).all())), None)
+    whose = f"; greedy decoding of {called[owner]} gives these tokens" if owner is not None else ""
+    return (
+        f"expected greedy tokens of {called[item.expected]}; token {token} is {item.tokens[token]}, "
+        f"{gap[token]:.2g} nats less likely than {int(item.scores[item.expected].top_ids[token])} "
+        f"(allowed {allowed:.2g}){whose}"
+    )
+
+
+def _surprise_failure(scored: Sequence[Scored], called: Mapping[int, str]) -> str:
+    """Sampled tokens, all of a claim together, against the distribution they claim to come from."""
+    items = [i for i in scored if i.scores[i.expected].surprise is not None and len(i.admitted) == 1]
+    if not items:
+        return ""
+    bound = surprise_log_bound([item.scores[item.expected] for item in items])
+    if bound >= math.log(ERROR_RATE):
+        return ""
+    common = set.intersection(*(set(item.scores) for item in items))
+    others = {v: surprise_log_bound([item.scores[v] for item in items]) for v in common}
+    owner = max(others, key=lambda v: others[v], default=None)
+    fits = owner is not None and others[owner] >= math.log(ERROR_RATE)
+    whose = f"; they look sampled from {called[owner]}" if owner is not None and fits else ""
+    expected = ", ".join(sorted({called[item.expected] for item in items}))
+    return (
+        f"expected tokens sampled from {expected}; the {sum(len(i.tokens) for i in items)} sampled tokens "
+        f"are as unlikely as 1 in 10^{-bound / math.log(10):.0f} under it (allowed 1 in "
+        f"10^{-math.log10(ERROR_RATE):.0f}){whose}"
+    )
+
+
+def surprise_log_bound(scores: Sequence[Scores]) -> float:
+    """Log of a bound on the probability of sampled tokens at least this surprising, or this dull.
+
+    The surprises of successive tokens are martingale differences, so Chernoff's bound holds for
+    their sum x with the summed log moment generating functions: P(X >= x) <= exp(min over lambda of
+    sum log_mgf(lambda) - lambda x), and the same below with negative lambda. No normal
+    approximation, and never above log 1.
+    """
+    x = torch.cat([s.surprise for s in scores if s.surprise is not None]).double().sum()
+    log_mgf = torch.cat([s.log_mgf for s in scores if s.log_mgf is not None]).double().sum(0)
+    return min(0.0, math.log(2) + float((log_mgf - LAMBDAS.double() * x).min()))

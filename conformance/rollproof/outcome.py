@@ -1,0 +1,52 @@
+"""How a clause can come out, and what a check raises to say so."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """The outcome of one clause. Only a run without fail and error, and with a pass, is green."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    ERROR = "error"
+    """The kit itself could not judge: a defect of its own, or not enough statistical power."""
+    BLOCKED = "blocked"
+    """A clause that this one requires did not pass."""
+    NOT_APPLICABLE = "not-applicable"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One clause's outcome. ``reproduce`` is a command line; ``seconds`` is wall-clock time."""
+
+    clause: str
+    level: str
+    outcome: Outcome
+    message: str
+    seconds: float
+    seed: int
+    reproduce: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        return asdict(self)
+
+
+class FailureError(Exception):
+    """The rollout breaks the clause. ``fatal`` when it can't be used any further."""
+
+    def __init__(self, message: str, *, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class NotApplicableError(Exception):
+    """The clause says nothing about this rollout."""
+
+
+class UnderpoweredError(Exception):
+    """The oracle can't tell the candidates apart on these tokens, so nothing is claimed."""

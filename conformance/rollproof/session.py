@@ -1,0 +1,194 @@
+"""What a clause is written with: the next adapter, fresh prompts, asking, and verifying the answers.
+
+A session joins one rollout under test with the oracle. It knows no clause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import torch
+
+from .calibrate import Calibration
+from .history import Exchange
+from .judge import POWER, Scored, Tolerance, Verdict, judge
+from .models import make_adapter
+from .oracle import BASE, Oracle, Sample
+from .outcome import FailureError, UnderpoweredError
+from .protocol import Adapter, GenerateRequest
+from .subject import Subject, told
+
+PROMPT_TOKENS = 24
+PROMPTS = 8
+LONG_PROMPT = 400
+"""Prompt tokens for clauses about KV: at least three blocks of 128, the largest in common use."""
+
+MAX_TOKENS = 16
+GROWTH = 4
+"""Completions grow up to this many times ``MAX_TOKENS`` before a claim ends as underpowered."""
+
+SIZES = ((PROMPT_TOKENS, MAX_TOKENS), (LONG_PROMPT, MAX_TOKENS))
+"""The sizes of completion that every run asks for."""
+
+RIVALS = 4
+"""How many of the latest other versions a claim is set against, beside the base model. A failure is
+matched against all of them."""
+
+
+class Session:
+    """A rollout under test, the oracle, and a source of prompts and adapters."""
+
+    def __init__(self, subject: Subject, oracle: Oracle, calibration: Calibration) -> None:
+        self.subject = subject
+        self.oracle = oracle
+        self.updated = False
+        self._calibration = calibration
+        self._generator = torch.Generator()
+
+    def reseed(self, seed: int, text: str) -> None:
+        """Draw from here on what this seed and text give, whatever was drawn before."""
+        digest = hashlib.sha256(f"{seed}:{text}".encode()).digest()
+        self._generator.manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def adapter(self, **options: Any) -> Adapter:
+        """A new adapter of the next version, unlike all before (options: see ``make_adapter``)."""
+        version = max(self.oracle.versions) + 1
+        options.setdefault("rank", min(8, self.subject.spec.max_lora_rank))
+        strength = self._calibration.strength
+        layers = self.oracle.layers()
+        return make_adapter(layers, version, self._generator, strength=strength, **options)
+
+    async def push(self, adapter: Adapter) -> Exception | None:
+        """Send an adapter; return what the rollout raised if it refused."""
+        self.updated = True
+        self.oracle.add(adapter)
+        return await self.subject.update(adapter)
+
+    async def update(self, **options: Any) -> Adapter:
+        """Make the next version and have the rollout serve it (see ``serve``)."""
+        return await self.serve(self.adapter(**options))
+
+    async def serve(self, adapter: Adapter) -> Adapter:
+        """Have the rollout serve an adapter. Raises FailureError if it refuses."""
+        if (error := await self.push(adapter)) is not None:
+            raise FailureError(f"update_adapter refused version {adapter.version}: {told(error)}")
+        return adapter
+
+    def prompts(self, count: int = PROMPTS, length: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
+        """Fresh random prompts, so that no earlier request left KV for them."""
+        ids = torch.randint(0, self.oracle.vocab_size, (count, length), generator=self._generator)
+        return [tuple(row) for row in ids.tolist()]
+
+    def requests(
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, *, adapter: bool = True
+    ) -> list[GenerateRequest]:
+        """One request a prompt: every other one greedy, the rest sampled at temperature 1."""
+        seeds = torch.randint(0, 2**31, (len(prompts),), generator=self._generator).tolist()
+        return [
+            GenerateRequest(prompt, max_tokens, temperature=index % 2, seed=seed, adapter=adapter)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+
+    async def ask(self, requests: Sequence[GenerateRequest]) -> list[Exchange]:
+        """All requests at once."""
+        tasks = [asyncio.ensure_future(self.subject.generate(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def claim(self, *adapter: bool) -> str:
+        """Ask fresh prompts and verify every answer; say in numbers how well they fit.
+
+        ``claim(True)`` asks with the adapter, ``claim(False)`` the base model, ``claim(True, False)``
+        both side by side. Raises FailureError or UnderpoweredError.
+        """
+
+        async def attempt(n_tokens: int) -> str:
+            asked = [self.requests(self.prompts(), n_tokens, adapter=one) for one in adapter]
+            return self.verify(await self.ask([one for group in zip(*asked, strict=True) for one in group]))
+
+        return await self.grow(attempt)
+
+    async def grow(self, attempt: Callable[[int], Awaitable[str]], prompt_tokens: int = PROMPT_TOKENS) -> str:
+        """Attempt a claim with completions of ``MAX_TOKENS``, and longer ones while it is underpowered."""
+        longest = min(MAX_TOKENS * GROWTH, self.subject.spec.max_model_len - prompt_tokens)
+        n_tokens = MAX_TOKENS
+        while True:
+            try:
+                return await attempt(n_tokens)
+            except UnderpoweredError:
+                n_tokens *= 2
+                if n_tokens > longest:
+                    raise
+
+    def verify(self, exchanges: Sequence[Exchange], stale: dict[int, tuple[int, int]] | None = None) -> str:
+        """Judge answers against every version that the history admits for each.
+
+        ``stale`` adds wrong candidates: under a made-up version number, (older version, number of
+        prompt tokens) replays the newest weights on the older one's KV.
+        """
+        tolerance = self.tolerance(exchanges)
+        latest = self.oracle.versions[1:][-RIVALS - 1 :]
+        admitted = [version for e in exchanges for version in self._admitted(e)]
+        rivals = list(dict.fromkeys([BASE, *latest, *admitted]))
+        verdict = self._judge(exchanges, tolerance, rivals, stale or {})
+        if verdict.failure:
+            verdict = self._judge(exchanges, tolerance, self.oracle.versions, stale or {})
+            raise FailureError(verdict.failure)
+        told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
+        if verdict.power < POWER:
+            raise UnderpoweredError(
+                f"underpowered: on these {len(exchanges)} completions {told}, and a pass takes {POWER:g}; "
+                "use a model whose outputs an adapter moves more, or a dtype with less noise"
+            )
+        fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
+        return f"{len(exchanges)} completions {fit}; {told}"
+
+    def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
+        """What is allowed for completions of this size, measured once with the oracle alone."""
+        length = max(len(e.request.prompt_token_ids) for e in exchanges)
+        n_tokens = max(e.request.max_tokens for e in exchanges)
+        return self._calibration.tolerance((length, n_tokens))
+
+    def _admitted(self, exchange: Exchange) -> list[int]:
+        return self.subject.history.admitted(exchange)
+
+    def _judge(
+        self,
+        exchanges: Sequence[Exchange],
+        tolerance: Tolerance,
+        candidates: Sequence[int],
+        stale: dict[int, tuple[int, int]],
+    ) -> Verdict:
+        for e in exchanges:
+            outside = [t for t in e.completion.token_ids if not 0 <= t < self.oracle.vocab_size]
+            if outside:
+                raise FailureError(
+                    f"token {outside[0]} came back; the vocabulary has {self.oracle.vocab_size} tokens"
+                )
+        samples = [
+            Sample(e.request.prompt_token_ids, e.completion.token_ids, e.request.temperature)
+            for e in exchanges
+        ]
+        scores = {version: self.oracle.score(version, samples) for version in candidates}
+        labels = {}
+        for label, (older, kept) in stale.items():
+            newest = self._admitted(exchanges[0])[-1]
+            scores[label] = self.oracle.score(newest, samples, (older, kept))
+            labels[label] = f"version {newest} on the stale KV of version {older} ({kept} prompt tokens)"
+        scored = [
+            Scored(
+                sample.tokens,
+                sample.temperature,
+                None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs),
+                self._admitted(e),
+                {version: found[index] for version, found in scores.items()},
+            )
+            for index, (e, sample) in enumerate(zip(exchanges, samples, strict=True))
+        ]
+        return judge(scored, tolerance, labels)

@@ -1,0 +1,170 @@
+"""A rollout under test: started, called and ended under deadlines, with every call on record.
+
+Whatever the rollout does wrong on the way, raising, hanging or breaking the protocol's form, comes
+out as a FailureError that says so. Nothing here judges numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .history import Exchange, History
+from .outcome import FailureError
+from .protocol import (
+    Adapter,
+    Capability,
+    Completion,
+    GenerateRequest,
+    LoadedAdapter,
+    Rollout,
+    RolloutSpec,
+)
+
+Start = Callable[[RolloutSpec], AbstractAsyncContextManager[Rollout]]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that a call may take before it counts as hung, all scaled together."""
+
+    scale: float = 1.0
+    start: float = 600.0
+    generate: float = 120.0
+    update: float = 120.0
+    inventory: float = 60.0
+    close: float = 60.0
+
+
+class Subject:
+    """One rollout from start to end. ``spec`` is what it honoured of what it was asked."""
+
+    def __init__(self, start: Start, spec: RolloutSpec, history: History, deadlines: Deadlines) -> None:
+        self.spec = spec
+        self.history = history
+        self.capabilities: frozenset[Capability] = frozenset()
+        self.inventory_bound = 1
+        self._start = start
+        self._deadlines = deadlines
+        self._stop = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+        self._rollout: Rollout | None = None
+        self._foreign: list[LoadedAdapter] = []
+
+    async def open(self) -> None:
+        """Start the rollout and read what it declares."""
+        ready: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        # The context is entered and left in one task, which contexts may rely on.
+        self._life = asyncio.create_task(self._live(ready))
+        rollout = await self._within("start", ready)
+        declared = getattr(rollout, "capabilities", None)
+        if not isinstance(declared, frozenset | set):
+            raise FailureError(f"the rollout's capabilities are {declared!r}: not a frozenset", fatal=True)
+        try:
+            self.capabilities = frozenset(Capability(item) for item in declared)
+        except ValueError as error:
+            known = ", ".join(sorted(Capability))
+            raise FailureError(f"capabilities: {error}; there are {known}", fatal=True) from None
+        self.spec = getattr(rollout, "spec", self.spec)
+        self.inventory_bound = int(getattr(rollout, "inventory_bound", 1))
+        self._rollout = rollout
+        if self.has(Capability.INVENTORY):
+            self._foreign = await self.loaded()
+
+    async def close(self) -> None:
+        """End the rollout, however far it came."""
+        self._rollout = None
+        self._stop.set()
+        if self._life is not None:
+            life, self._life = self._life, None
+            await self._within("close", life)
+
+    def has(self, capability: Capability) -> bool:
+        """Whether the rollout declares a capability."""
+        return capability in self.capabilities
+
+    async def generate(self, request: GenerateRequest) -> Exchange:
+        """One completion."""
+        started = self.history.request_started(request)
+        completion = await self._within("generate", self._running.generate(request))
+        self._check_form(request, completion)
+        return self.history.request_ended(request, started, completion)
+
+    async def update(self, adapter: Adapter) -> Exception | None:
+        """Send an adapter; return what the rollout raised if it refused."""
+        update = self.history.update_started(adapter)
+        call = self._running.update_adapter(adapter)
+        refusal: Exception | None = None
+        try:
+            await self._within("update", call, refusable=True)
+        except FailureError as error:  # it hangs: whether it was applied isn't known
+            self.history.update_ended(update, error)
+            raise
+        except Exception as error:
+            refusal = error
+        self.history.update_ended(update, refusal)
+        return refusal
+
+    async def loaded(self) -> list[LoadedAdapter]:
+        """What the rollout says is loaded, without what was there before it was judged."""
+        found = list(await self._within("inventory", self._running.loaded_adapters()))
+        self.history.inventory(found)
+        return [item for item in found if item not in self._foreign]
+
+    @property
+    def _running(self) -> Rollout:
+        if self._rollout is None:
+            raise FailureError("the rollout is not running", fatal=True)
+        return self._rollout
+
+    async def _live(self, ready: asyncio.Future[Rollout]) -> None:
+        try:
+            async with self._start(self.spec) as rollout:
+                ready.set_result(rollout)
+                await self._stop.wait()
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    async def _within(self, what: str, call: Awaitable[_T], *, refusable: bool = False) -> _T:
+        """Await a call for as long as it may take; an overdue one is left behind."""
+        seconds = getattr(self._deadlines, what) * self._deadlines.scale
+        task = asyncio.ensure_future(call)
+        try:
+            done, _ = await asyncio.wait([task], timeout=seconds)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise FailureError(f"{what} did not return within {seconds:g} s: it hangs", fatal=True)
+        try:
+            return task.result()
+        except Exception as error:
+            if refusable:
+                raise
+            raise FailureError(f"{what} raised {told(error)}", fatal=True) from error
+
+    def _check_form(self, request: GenerateRequest, completion: Completion) -> None:
+        n_tokens, most = len(completion.token_ids), request.max_tokens
+        short = n_tokens < most and completion.finish_reason != "stop"
+        if not 1 <= n_tokens <= most or short:
+            raise FailureError(
+                f"{n_tokens} tokens came back for max_tokens={most} with finish_reason "
+                f"{completion.finish_reason!r}"
+            )
+        if completion.logprobs is None:
+            if self.has(Capability.LOGPROBS):
+                raise FailureError("the rollout declares logprobs, and a completion came without them")
+        elif len(completion.logprobs) != n_tokens:
+            raise FailureError(f"{len(completion.logprobs)} logprobs came back for {n_tokens} tokens")
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
