@@ -1,0 +1,108 @@
+"""The list of clauses: read from clauses.toml, each joined with its check."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from .protocol import Capability
+
+if TYPE_CHECKING:
+    from .session import Session
+
+Check = Callable[["Session"], Awaitable[str]]
+
+
+class UnknownClauseError(ValueError):
+    """A clause id that the specification doesn't have. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One clause of the specification (fields: see the head of clauses.toml)."""
+
+    id: str
+    level: str
+    title: str
+    text: str
+    how: str
+    check: str
+    needs: tuple[Capability, ...]
+    requires: tuple[str, ...]
+    bugs: tuple[str, ...]
+    fresh: bool = False
+
+    @property
+    def family(self) -> str:
+        """What the id begins with."""
+        return self.id.partition("-")[0]
+
+    @property
+    def module(self) -> str:
+        """The file under ``clauses/`` that holds the check."""
+        return self.check.partition(":")[0]
+
+    def function(self) -> Check:
+        """The check itself: it returns a message for a pass, and raises for anything else."""
+        name = self.check.partition(":")[2]
+        check: Check = getattr(importlib.import_module(f"rollproof.clauses.{self.module}"), name)
+        return check
+
+
+@cache
+def clauses() -> tuple[Clause, ...]:
+    """Every clause, in the order they run."""
+    text = files(__package__).joinpath("clauses.toml").read_text(encoding="utf-8")
+    return tuple(
+        Clause(
+            id=clause_id,
+            needs=tuple(Capability(item) for item in fields.pop("needs")),
+            requires=tuple(fields.pop("requires")),
+            bugs=tuple(fields.pop("bugs")),
+            **fields,
+        )
+        for clause_id, fields in tomllib.loads(text).items()
+    )
+
+
+def select(ids: Sequence[str]) -> tuple[Clause, ...]:
+    """The named clauses and those they require, in the order they run; all where none is named.
+
+    Raises UnknownClauseError.
+    """
+    known = {clause.id: clause for clause in clauses()}
+    if unknown := [clause_id for clause_id in ids if clause_id not in known]:
+        raise UnknownClauseError(f"unknown clause {unknown[0]!r}; there are {', '.join(known)}")
+    wanted, queue = set[str](), list(ids or known)
+    while queue:
+        clause_id = queue.pop()
+        if clause_id not in wanted:
+            wanted.add(clause_id)
+            queue.extend(known[clause_id].requires)
+    return tuple(clause for clause in known.values() if clause.id in wanted)
+
+
+def markdown() -> str:
+    """SPEC.md, whose middle part is the clauses as this file has them."""
+    families: dict[str, list[Clause]] = {}
+    for clause in clauses():
+        families.setdefault(clause.family, []).append(clause)
+    lines = []
+    for family, members in families.items():
+        lines += [f"### {family}", ""]
+        for clause in members:
+            facts = [clause.level, *(["a fresh rollout"] if clause.fresh else [])]
+            facts += [f"needs `{item}`" for item in clause.needs]
+            facts += [f"requires {item}" for item in clause.requires]
+            lines += [f"**{clause.id} {clause.title}** ({'; '.join(facts)})  ", clause.text, ""]
+            lines += [f"- Check: {clause.how}", f"- Shipped as: {', '.join(clause.bugs)}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
