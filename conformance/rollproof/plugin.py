@@ -1,0 +1,252 @@
+"""The pytest door: ``pytest --pyargs rollproof.clauses --rollout pkg.mod:factory``.
+
+Each clause is one test item, whatever the user's own pytest configuration collects. Loaded in every
+pytest run where rollproof is installed, so nothing heavy is imported until a clause runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .factory import FactoryError, Target, load
+from .outcome import Outcome, Result
+from .settings import Settings, SettingsError
+from .spec import Clause, UnknownClauseError, clauses, select
+
+if TYPE_CHECKING:
+    from .runner import Report, Runner
+
+_CLAUSES = Path(__file__).parent / "clauses"
+_HELP = {
+    "model": "Hugging Face folder to judge with (default: a tiny Qwen2 made on the spot)",
+    "dtype": "float32, bfloat16 or float16, asked of the rollout",
+    "seed": "seed of prompts, adapters and the made model",
+    "max_lora_rank": "highest rank the rollout has to accept",
+    "max_model_len": "tokens of prompt and completion together",
+    "max_num_seqs": "requests the rollout has to run at once",
+    "oracle_device": "torch device for the merged-weight model",
+    "deadline_scale": "multiplies every deadline",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--rollout`` and an option for every setting."""
+    group = parser.getgroup("rollproof", "judging an RL rollout")
+    group.addoption("--rollout", metavar="PKG.MOD:FACTORY[,KEY=VALUE]", help="the rollout to judge")
+    group.addoption("--report", metavar="DIR", type=Path, help="write report.json, .md, junit.xml here")
+    group.addoption("--only", metavar="ID[,ID]", default="", help="these clauses, and those they require")
+    for field in fields(Settings):
+        if field.name != "only":
+            option = f"--{field.name.replace('_', '-')}"
+            help_text = f"{_HELP[field.name]} (default: {field.default or 'see above'})"
+            group.addoption(option, type=type(field.default), default=field.default, help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options and import the rollout's factory before anything starts."""
+    if not config.getoption("rollout"):
+        return
+    try:
+        only = tuple(filter(None, config.getoption("only").split(",")))
+        names = [field.name for field in fields(Settings) if field.name != "only"]
+        settings = Settings(only=only, **{name: config.getoption(name) for name in names})
+        chosen = select(only)
+        target = load(config.getoption("rollout"))
+    except (FactoryError, SettingsError, UnknownClauseError) as error:
+        raise pytest.UsageError(str(error)) from None
+    # What an engine leaves to the garbage collector is not judged, even where warnings are errors.
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+    config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")
+    config.pluginmanager.register(Judging(config, target, settings, chosen), "rollproof-judging")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> ClauseFile | None:
+    """Collect the clause files of this package, and no others."""
+    if file_path.parent == _CLAUSES and any(clause.module == file_path.stem for clause in clauses()):
+        file: ClauseFile = ClauseFile.from_parent(parent, path=file_path)
+        return file
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse clauses without a rollout; run the chosen ones in the order of the specification."""
+    found = {item.clause.id: item for item in items if isinstance(item, ClauseItem)}
+    if not found:
+        return
+    judging = config.pluginmanager.get_plugin("rollproof-judging")
+    if judging is None:
+        raise pytest.UsageError("no rollout to judge: name one with --rollout pkg.mod:factory")
+    chosen = [found[clause.id] for clause in judging.chosen if clause.id in found]
+    dropped = [item for item in found.values() if item not in chosen]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [*chosen, *(item for item in items if not isinstance(item, ClauseItem))]
+
+
+class ClauseFile(pytest.File):
+    """One clause family."""
+
+    def collect(self) -> Iterator[ClauseItem]:
+        """Its clauses."""
+        for clause in clauses():
+            if clause.module == self.path.stem:
+                yield ClauseItem.from_parent(self, name=clause.id, clause=clause)
+
+
+class ClauseItem(pytest.Item):
+    """One clause as a test."""
+
+    def __init__(self, *, clause: Clause, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clause = clause
+        self.user_properties.append(("clause", clause.id))
+
+    def runtest(self) -> None:
+        """Judge, and pass, skip or fail by the outcome."""
+        judging = self.config.pluginmanager.get_plugin("rollproof-judging")
+        assert isinstance(judging, Judging)  # the collection was refused otherwise
+        # An engine's warnings are not what this run is about, even where they are made errors.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = judging.run(self.clause)
+        # As text, which is what xdist's workers can send and JUnit can hold.
+        found = {"result": result.to_json(), "facts": judging.facts()}
+        self.user_properties.append(("rollproof", json.dumps(found)))
+        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
+            raise ClauseFailedError(result)
+        if result.outcome != Outcome.PASS:
+            pytest.skip(f"{result.outcome}: {result.message}")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The message alone: a traceback of the kit says nothing about the rollout."""
+        if isinstance(excinfo.value, ClauseFailedError):
+            result, clause = excinfo.value.result, self.clause
+            head = f"{clause.id} {clause.title} ({result.outcome}): {result.message}"
+            return f"{head}\n\nclause: {clause.text}\nreproduce: {result.reproduce}"
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Where the clause is, and what it is called."""
+        return self.path, None, f"{self.clause.id} {self.clause.title}"
+
+
+class ClauseFailedError(Exception):
+    """A clause that failed or could not be judged."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.message)
+        self.result = result
+
+
+class Judging:
+    """The run: one event loop and one Runner in each process that runs clauses, one report in all."""
+
+    def __init__(
+        self, config: pytest.Config, target: Target, settings: Settings, chosen: tuple[Clause, ...]
+    ) -> None:
+        self.chosen = chosen
+        self._config = config
+        self._target = target
+        self._settings = settings
+        self._loop: asyncio.Runner | None = None
+        self._runner: Runner | None = None
+        self._results: list[Result] = []
+        self._facts: dict[str, Any] = {}
+
+    def run(self, clause: Clause) -> Result:
+        """Judge one clause in this process."""
+        from .runner import Runner
+
+        if self._runner is None or self._loop is None:
+            self._loop = asyncio.Runner()
+            self._runner = Runner(self._target, self._settings, self._folder())
+        return self._loop.run(self._runner.run(clause))
+
+    def facts(self) -> dict[str, Any]:
+        """What only the judging process knows of the rollout."""
+        report = self._runner.report if self._runner is not None else None
+        return {name: getattr(report, name) for name in ("dtype", "device", "capabilities")}
+
+    def pytest_report_header(self) -> str:
+        """Say what is judged."""
+        model = self._settings.model or "tiny-qwen2, made on the spot"
+        return f"rollproof: judging {self._target.text} with {model}, seed {self._settings.seed}"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Gather results, also those that xdist's workers send."""
+        for name, value in report.user_properties:
+            if report.when == "call" and name == "rollproof":
+                found = json.loads(str(value))
+                self._facts, result = found["facts"], found["result"]
+                self._results.append(Result(**result | {"outcome": Outcome(result["outcome"])}))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """End the rollout, write the report, and leave no empty run green."""
+        self._finish(session)
+        if hasattr(self._config, "workerinput"):
+            return
+        if self._results:
+            from .report import write
+
+            report = self._report()
+            if self._config.getoption("report"):
+                write(report, self._config.getoption("report"))
+            if not report.ok and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say how it came out in one line."""
+        if not self._results:
+            terminalreporter.write_line("rollproof: no clause was run, so nothing is shown")
+            return
+        report = self._report()
+        counts = ", ".join(f"{count} {name}" for name, count in report.totals().items() if count)
+        verdict = "conforms" if report.ok else "does not conform"
+        terminalreporter.write_line(f"rollproof: {self._target.text} {verdict} ({counts})")
+        if folder := self._config.getoption("report"):
+            terminalreporter.write_line(f"rollproof: report in {folder}")
+
+    def _finish(self, session: pytest.Session) -> None:
+        if self._loop is None or self._runner is None:
+            return
+        from .outcome import FailureError
+
+        try:
+            self._loop.run(self._runner.close())
+        except FailureError as error:
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter is not None:
+                reporter.write_line(f"rollproof: the rollout did not end: {error}", red=True)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        finally:
+            self._loop.close()
+
+    def _folder(self) -> Path | None:
+        folder: Path | None = self._config.getoption("report")
+        if folder is None:
+            return None
+        if worker := getattr(self._config, "workerinput", None):
+            folder = folder / worker["workerid"]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _report(self) -> Report:
+        from .runner import Report
+
+        return Report(
+            self._target.text,
+            self._settings,
+            self._facts["dtype"],
+            self._facts["device"],
+            self._facts["capabilities"],
+            self._results,
+        )

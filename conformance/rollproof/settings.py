@@ -1,0 +1,59 @@
+"""What a run was asked to do, checked before anything starts. Nothing here is heavy to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .protocol import RolloutSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class SettingsError(ValueError):
+    """A setting out of bounds. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run; each field is an option of the pytest plugin too.
+
+    ``model`` is a Hugging Face folder ("" makes a tiny Qwen2 on the spot); ``dtype`` is asked of the
+    rollout; ``oracle_device`` is a torch device; ``only`` names clauses (empty: all);
+    ``deadline_scale`` multiplies every deadline.
+    """
+
+    model: str = ""
+    dtype: str = "float32"
+    seed: int = 0
+    max_lora_rank: int = RolloutSpec.max_lora_rank
+    max_model_len: int = RolloutSpec.max_model_len
+    max_num_seqs: int = RolloutSpec.max_num_seqs
+    oracle_device: str = "cpu"
+    deadline_scale: float = 1.0
+    only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.model and not Path(self.model, "config.json").is_file():
+            raise SettingsError(
+                f"no model at {self.model!r}: it has to be a Hugging Face folder with a config.json "
+                "(python -m rollproof.models makes one)"
+            )
+        if self.dtype not in DTYPES:
+            raise SettingsError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        for name, least in (("max_lora_rank", 1), ("max_model_len", 128), ("max_num_seqs", 1)):
+            if (value := getattr(self, name)) < least:
+                raise SettingsError(f"{name} is {value}; it has to be at least {least}")
+        if self.deadline_scale <= 0:
+            raise SettingsError(f"deadline_scale is {self.deadline_scale:g}; it has to be above 0")
+
+    def options(self) -> str:
+        """The seed, and what differs from the defaults, as command-line options; clauses apart."""
+        default: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        del default["only"]
+        return "".join(
+            f" --{name.replace('_', '-')} {value}"
+            for name in default
+            if (value := getattr(self, name)) != default[name] or name == "seed"
+        )
