@@ -1,0 +1,236 @@
+"""Checking an adapter whole before anything changes, and rewriting it in the plainest equal form.
+
+An engine that meets a tensor it can't place tends to skip it, so every name, shape, rank, dtype and
+number is compared here with the model's own modules first. Nothing here knows an engine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .rank import RankError, highest_rank
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from rollproof.protocol import Adapter
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Parts of a PEFT config that change what the adapter computes and have no place in plain A and B.
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules_to_save",
+    "lora_bias": "a bias on LoRA layers (lora_bias)",
+    "layer_replication": "layer_replication",
+    "target_parameters": "target_parameters",
+    "trainable_token_indices": "trainable_token_indices",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "arrow_config": "Arrow routing",
+}
+
+
+class AdapterError(ValueError):
+    """An adapter that can't be served as it is. The message names the part, the bound and the mend."""
+
+
+@dataclass(frozen=True)
+class PlainAdapter:
+    """An adapter with one rank and a scale of exactly 1: each module's scale is inside its B.
+
+    ``tensors`` holds PEFT's names; A is [rank of the module, in], B is [out, rank of the module],
+    all in the engine's dtype, contiguous and on the CPU, sharing no memory with the trainer's.
+    """
+
+    rank: int
+    target_modules: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The PEFT config that goes with the tensors (``adapter_config.json``)."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": self.rank,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def linear_shapes(model_path: str) -> dict[str, tuple[int, int]]:
+    """(in, out) features of every linear layer of the model in this folder, without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+
+
+def plain_adapter(
+    adapter: Adapter,
+    shapes: Mapping[str, tuple[int, int]],
+    served: Collection[str],
+    max_rank: int,
+    dtype: torch.dtype,
+) -> PlainAdapter:
+    """Check ``adapter`` against the model and rewrite it with its scales inside B.
+
+    ``shapes`` are the model's linear layers, ``served`` the last name parts that the engine puts an
+    adapter on (empty: unknown). Raises AdapterError or RankError; the adapter's own tensors are
+    only read.
+    """
+    config = adapter.config
+    _check_config(config)
+    rank = highest_rank(config)
+    if rank > max_rank:
+        raise RankError(
+            f"rank {rank} is above {max_rank}, the highest this rollout was started for; "
+            f"start it with max_lora_rank={rank} or more"
+        )
+    halves = _split(adapter.tensors)
+    _check_targets(config, halves, shapes, served)
+    tensors: dict[str, torch.Tensor] = {}
+    for module, pair in sorted(halves.items()):
+        rank_here, scale = _rank_and_scale(config, module)
+        n_in, n_out = shapes[module]
+        for half, shape in (("A", (rank_here, n_in)), ("B", (n_out, rank_here))):
+            _check_tensor(module, half, pair[half], shape)
+        a, b = (pair[half].detach().to("cpu", torch.float32) for half in "AB")
+        tensors[_tensor_name(module, "A")] = _cast(module, "A", a, dtype)
+        tensors[_tensor_name(module, "B")] = _cast(module, "B", b * scale, dtype)
+    leaves = tuple(sorted({module.rpartition(".")[2] for module in halves}))
+    return PlainAdapter(rank, leaves, tensors)
+
+
+def _tensor_name(module: str, half: str) -> str:
+    return f"base_model.model.{module}.lora_{half}.weight"
+
+
+def _check_config(config: LoraConfig) -> None:
+    found = [text for name, text in _UNSUPPORTED.items() if getattr(config, name, None)]
+    if (bias := getattr(config, "bias", "none")) != "none":
+        found.append(f"bias={bias!r}")
+    if found:
+        raise AdapterError(
+            f"the adapter's config uses {', '.join(found)}, which can't be served as a plain LoRA; "
+            "train without it, or merge the adapter into the base weights"
+        )
+
+
+def _split(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    if not tensors:
+        raise AdapterError("the adapter has no tensors at all; send what get_peft_model_state_dict gives")
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise AdapterError(
+                f"tensor {name!r} has no name of PEFT's form "
+                "'base_model.model.<module>.lora_A.weight' (or lora_B); "
+                "send what get_peft_model_state_dict gives, without wrapper prefixes"
+            )
+        halves.setdefault(match["module"], {})[match["half"]] = tensor
+    for module, pair in halves.items():
+        for half in "AB":
+            if half not in pair:
+                raise AdapterError(f"tensor {_tensor_name(module, half)!r} is missing beside its other half")
+    return halves
+
+
+def _check_targets(
+    config: LoraConfig,
+    halves: Collection[str],
+    shapes: Mapping[str, tuple[int, int]],
+    served: Collection[str],
+) -> None:
+    for module in halves:
+        leaf = module.rpartition(".")[2]
+        if module not in shapes:
+            near = sorted(name for name in shapes if name.endswith(f".{leaf}"))
+            hint = f"the model has {near[0]!r}" if near else f"it has {', '.join(sorted(_leaves(shapes)))}"
+            raise AdapterError(f"the model has no linear layer {module!r}; {hint}")
+        if served and leaf not in served:
+            raise AdapterError(
+                f"the engine puts no adapter on {module!r}; it does on {', '.join(sorted(served))}"
+            )
+    lost = sorted(_targeted(config, shapes) - set(halves))
+    if lost:
+        raise AdapterError(
+            f"the config targets {lost[0]!r} but no tensor came for it"
+            + (f" (nor for {len(lost) - 1} more)" if len(lost) > 1 else "")
+            + "; send all of the adapter's tensors, or narrow target_modules"
+        )
+
+
+def _leaves(names: Collection[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _targeted(config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
+    """The modules that PEFT itself would put this adapter on."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if config.target_modules is None:
+        return set()
+    if config.target_modules == "all-linear":  # PEFT's own reading of it leaves the output layer out
+        return {name for name in shapes if name.rpartition(".")[2] != "lm_head"}
+    return {name for name in shapes if check_target_module_exists(config, name)}
+
+
+def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
+    """A module's rank and scale: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = int(ranks.get(get_pattern_key(ranks.keys(), module), config.r))
+    alpha = float(alphas.get(get_pattern_key(alphas.keys(), module), config.lora_alpha))
+    scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    if not math.isfinite(scale) or scale == 0:
+        raise AdapterError(
+            f"lora_alpha {alpha:g} gives {module!r} the scale {scale:g}, so the adapter would be lost; "
+            "export the config that the adapter was trained with"
+        )
+    return rank, scale
+
+
+def _check_tensor(module: str, half: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+    name = _tensor_name(module, half)
+    if tuple(tensor.shape) != shape:
+        layout = "[rank, in]" if half == "A" else "[out, rank]"
+        raise AdapterError(
+            f"tensor {name!r} has the shape {list(tensor.shape)}; the model and the config's rank "
+            f"make it {list(shape)} ({layout})"
+        )
+    if tensor.dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise AdapterError(f"tensor {name!r} has the dtype {tensor.dtype}; allowed: {allowed}")
+    if not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise AdapterError(f"tensor {name!r} has {bad} of {tensor.numel()} values that are NaN or infinite")
+
+
+def _cast(module: str, half: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A tensor that needs no cast would still share the trainer's memory.
+    cast = tensor.to(dtype, copy=True).contiguous()
+    if not bool(torch.isfinite(cast).all()):
+        raise AdapterError(
+            f"tensor {_tensor_name(module, half)!r} overflows in {dtype}: its largest value with the "
+            f"scale is {tensor.abs().max().item():.3g}"
+        )
+    return cast

@@ -1,0 +1,285 @@
+"""The reference rollout: async generation on vLLM that always samples the newest adapter.
+
+What it does, and each of these is a fault that somebody shipped by leaving it out:
+
+1. The engine is started with room for an adapter of the trainer's rank.
+2. One adapter name and int id for life; each update replaces the weights under that id, so no old
+   adapter stays behind.
+3. Every adapter request carries the LoRARequest. Without one vLLM samples the base model silently.
+4. Every update starts a new cache salt, so no request reads KV that older weights computed (vLLM
+   keys its prefix cache by the adapter's name, not by its weights).
+5. An update is checked whole before anything changes, and happens whole or not at all.
+
+Requests in flight during an update go on with the new weights and the KV they have ("continue-mixed").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+
+from rollproof.protocol import (
+    Adapter,
+    Capability,
+    Completion,
+    GenerateRequest,
+    LoadedAdapter,
+    RolloutSpec,
+)
+
+from .check import AdapterError, linear_shapes, plain_adapter
+from .engine import start_engine
+from .sync.disk import DiskSync
+from .sync.tensors import TensorSync
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .check import PlainAdapter
+    from .sync import Sync
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_ABORT_SECONDS = 30
+
+
+class RolloutClosedError(RuntimeError):
+    """The rollout was closed before, or while, this call ran."""
+
+
+class AsyncRollout:
+    """An AsyncLLM and the adapter it serves. Use it from one event loop; ``make`` starts one."""
+
+    capabilities = frozenset(
+        {
+            Capability.BASE,
+            Capability.BASE_BEFORE_SYNC,
+            Capability.LOGPROBS,
+            Capability.PREFIX_CACHE,
+            Capability.INVENTORY,
+            Capability.STABLE_ID,
+        }
+    )
+    inventory_bound = 1
+    lora_name = "rollproof-policy"
+    lora_int_id = 1
+
+    def __init__(self, engine: AsyncLLM, spec: RolloutSpec, sync: Sync, served: list[str]) -> None:
+        self.engine = engine
+        self.spec = spec
+        self.sync = sync
+        self.version: int | None = None
+        self._shapes = linear_shapes(spec.model_path)
+        self.served = served
+        self._digest = ""
+        self._rank: int | None = None
+        self._path: str | None = None
+        self._life = uuid.uuid4().hex[:8]
+        self._epoch = 0
+        self._updating = asyncio.Lock()
+        self._running: set[str] = set()
+        self._ids = itertools.count()
+        self._closed = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion, from the newest adapter or from the base model.
+
+        Raises ValueError for a prompt that doesn't fit and RolloutClosedError once closed.
+        """
+        self._check_open()
+        room = self.spec.max_model_len - len(request.prompt_token_ids)
+        if not request.prompt_token_ids or not 1 <= request.max_tokens <= room:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.max_tokens} "
+                f"were given; both have to be at least 1 and together at most {self.spec.max_model_len}"
+            )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        lora = self._lora_request() if request.adapter else None
+        if lora is not None and (salt := self._cache_salt()) is not None:
+            prompt["cache_salt"] = salt
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        version = self.version
+        request_id = f"rollproof-{next(self._ids)}"
+        self._running.add(request_id)
+        try:
+            async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
+                sample = output.outputs[0]
+        finally:
+            self._running.discard(request_id)
+        if self._closed:
+            raise RolloutClosedError("the rollout was closed while this request ran, and aborted it")
+        # Across an update the tokens are mixed, and which is the first new one isn't known here.
+        known = lora is not None and version is not None and version == self.version
+        return Completion(
+            token_ids=tuple(sample.token_ids),
+            logprobs=tuple(
+                step[token].logprob for step, token in zip(sample.logprobs, sample.token_ids, strict=True)
+            ),
+            finish_reason=str(sample.finish_reason),
+            num_cached_tokens=output.num_cached_tokens,
+            version_spans=((0, version),) if known and version is not None else None,
+        )
+
+    async def update_adapter(self, adapter: Adapter) -> None:
+        """Serve ``adapter`` from now on; on any error the old one still serves.
+
+        The tensors may be overwritten as soon as this returns. Cancelled before the weights travel
+        it changes nothing; after that it finishes first. Updates run one after another.
+        """
+        async with self._updating:
+            self._check_open()
+            digest = await asyncio.to_thread(adapter.digest)
+            if not self._is_new(adapter.version, digest):
+                return
+            plain = await asyncio.to_thread(self._plain, adapter)
+            await _to_the_end(self._commit(adapter.version, digest, plain))
+
+    async def unload_adapter(self) -> None:
+        """Drop the adapter: afterwards the rollout samples the base model, as before the first update.
+
+        Raises RuntimeError while requests run: one of them could need the adapter at its next step.
+        """
+        async with self._updating:
+            self._check_open()
+            if self._running:
+                raise RuntimeError(f"{len(self._running)} requests are running; await or cancel them first")
+            self.version, self._digest, self._rank, self._path = None, "", None, None
+            self._epoch += 1
+            await _to_the_end(self.engine.remove_lora(self.lora_int_id))
+
+    async def loaded_adapters(self) -> list[LoadedAdapter]:
+        """What the engine itself lists, with the name and rank of the one that this rollout loaded."""
+        self._check_open()
+        return [
+            LoadedAdapter(self.lora_name, int_id, self._rank)
+            if int_id == self.lora_int_id
+            else LoadedAdapter(f"not loaded by this rollout ({int_id})", int_id)
+            for int_id in sorted(await self.engine.list_loras())
+        ]
+
+    async def close(self) -> None:
+        """Abort the requests that run (they raise RolloutClosedError), wait for an update, stop the engine.
+
+        Closing twice is harmless.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                while self._running and not self.engine.errored:
+                    # One that is just starting isn't known to the engine yet, so once isn't enough.
+                    await self.engine.abort(list(self._running))
+                    await asyncio.sleep(0.01)
+        async with self._updating:
+            self.engine.shutdown()
+            self.sync.close()
+
+    def _lora_request(self) -> LoRARequest | None:
+        """The adapter that a request starting now is served with; None before the first update."""
+        if self._path is None:
+            return None
+        return LoRARequest(self.lora_name, self.lora_int_id, self._path)
+
+    def _cache_salt(self) -> str | None:
+        """Never equal to the adapter's name: vLLM before 0.32 keeps both untagged in one cache key."""
+        return f"rollproof-{self._life}-{self._epoch}"
+
+    def _is_new(self, version: int, digest: str) -> bool:
+        if self.version is None or version > self.version:
+            return True
+        if version < self.version:
+            raise AdapterError(f"version {version} came after version {self.version}; versions never shrink")
+        if digest != self._digest:
+            raise AdapterError(
+                f"version {version} came again with other tensors or another config; "
+                "give a changed adapter a higher version"
+            )
+        return False
+
+    def _plain(self, adapter: Adapter) -> PlainAdapter:
+        dtype = getattr(torch, self.spec.dtype)
+        return plain_adapter(adapter, self._shapes, self.served, self.spec.max_lora_rank, dtype)
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        try:
+            path = await self.sync.push(self.engine, self.lora_name, self.lora_int_id, plain)
+        finally:
+            # Also after an error: whatever KV was computed meanwhile is nobody's any more.
+            self._epoch += 1
+        self.version, self._digest, self._rank, self._path = version, digest, plain.rank, path
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutClosedError("the rollout is closed; start another with make()")
+
+
+async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``work`` to its end even if the caller is cancelled, and only then be cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if (failure := task.exception()) is not None:
+            _log.warning("the cancelled update failed, and the old adapter still serves: %s", failure)
+        raise cancelled
+    return task.result()
+
+
+@asynccontextmanager
+async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIterator[AsyncRollout]:
+    """Start an engine and a rollout on it; both end with the context.
+
+    ``sync`` is "disk" or "tensors"; further options go to vLLM's engine arguments, read as JSON
+    where they are JSON (``enforce_eager=true``, ``gpu_memory_utilization=0.3``).
+    """
+    if sync not in ("disk", "tensors"):
+        raise ValueError(f"sync is {sync!r}; allowed: disk, tensors")
+    llm = start_engine(spec, **{key: _value(text) for key, text in engine.items()})
+    rollout: AsyncRollout | None = None
+    try:
+        worker = (await llm.collective_rpc("rollproof_describe"))[0]
+        if sync == "tensors" and worker["lacking"]:
+            _log.warning(
+                "this vLLM lacks %s, which updates from memory need; updating over the disk instead",
+                ", ".join(worker["lacking"]),
+            )
+            sync = "disk"
+        strategy = DiskSync(spec.workdir) if sync == "disk" else TensorSync()
+        rollout = AsyncRollout(llm, spec, strategy, worker["served"])
+        yield rollout
+    finally:
+        if rollout is not None:
+            await rollout.close()
+        else:
+            llm.shutdown()
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

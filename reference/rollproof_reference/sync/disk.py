@@ -1,0 +1,70 @@
+"""Sync over a PEFT folder: vLLM's own loader reads it and replaces the adapter in place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from ..check import PlainAdapter
+
+_TMPFS = Path("/dev/shm")
+
+
+class DiskSync:
+    """Writes each adapter to a new folder, in memory (tmpfs) where there is one, else in ``workdir``."""
+
+    name = "disk"
+
+    def __init__(self, workdir: str) -> None:
+        parent = _TMPFS if os.access(_TMPFS, os.W_OK) else Path(workdir)
+        self._root = Path(tempfile.mkdtemp(prefix="rollproof-", dir=parent))
+        self._count = 0
+        self._current: Path | None = None
+
+    async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
+        """Write the folder, have vLLM load it in place, and delete the one before it."""
+        self._count += 1
+        folder = self._root / str(self._count)
+        try:
+            await asyncio.to_thread(write_folder, folder, adapter)
+            await _load(engine, name, int_id, folder)
+        except Exception:
+            # vLLM may have removed the old adapter before it failed on the new one.
+            if self._current is not None:
+                await _load(engine, name, int_id, self._current)
+            else:
+                await engine.remove_lora(int_id)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if self._current is not None:
+            shutil.rmtree(self._current)
+        self._current = folder
+        return str(folder)
+
+    def close(self) -> None:
+        """Delete the folders."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+async def _load(engine: AsyncLLM, name: str, int_id: int, folder: Path) -> None:
+    # Only this call carries load_inplace: on a generate request vLLM would read the folder again at
+    # every step.
+    await engine.add_lora(LoRARequest(name, int_id, str(folder), load_inplace=True))
+
+
+def write_folder(folder: Path, adapter: PlainAdapter) -> None:
+    """Write an adapter as a PEFT folder, which must not exist yet."""
+    folder.mkdir()
+    save_file(adapter.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.config))

@@ -1,0 +1,96 @@
+"""What runs inside the engine's worker: replacing an adapter's weights from memory, whole or not at all.
+
+vLLM mixes ``AdapterWorker`` into its worker (``worker_extension_cls``) and calls its methods by name
+over ``collective_rpc``, with plain values. vLLM has no public call for this, so the methods reach
+into its LoRA manager; ``rollproof_describe`` tests first that everything they need is there, and the
+rollout falls back to the disk when it isn't.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class AdapterWorker:
+    """Methods added to vLLM's worker. They run between two steps of the engine."""
+
+    model_runner: Any
+
+    def rollproof_describe(self) -> dict[str, Any]:
+        """Which module names take an adapter, and what this vLLM lacks for updates from memory."""
+        manager = getattr(getattr(self.model_runner, "lora_manager", None), "_adapter_manager", None)
+        lacking = [
+            f"LoRAModelManager.{name}"
+            for name in (
+                "get_adapter",
+                "add_adapter",
+                "remove_adapter",
+                "activate_adapter",
+                "model",
+            )
+            if not hasattr(manager, name)
+        ]
+        try:
+            from vllm.lora.lora_model import LoRAModel
+            from vllm.lora.peft_helper import PEFTHelper
+
+            lacking += [] if hasattr(LoRAModel, "from_lora_tensors") else ["from_lora_tensors"]
+            lacking += [] if hasattr(PEFTHelper, "from_dict") else ["PEFTHelper.from_dict"]
+        except ImportError as error:
+            lacking.append(str(error))
+        served: set[str] = set()
+        packed = getattr(manager, "packed_modules_mapping", {})
+        for name in getattr(manager, "supported_lora_modules", ()):
+            served.update(packed.get(name, [name]))
+        return {"served": sorted(served), "lacking": lacking}
+
+    def rollproof_swap(self, int_id: int, config: dict[str, Any], blob: bytes) -> None:
+        """Serve the tensors of a safetensors ``blob`` under ``int_id`` from the next step on.
+
+        The new adapter is built before the old one goes; if activating it fails, the old one is
+        put back and the error raised.
+        """
+        from safetensors.torch import load
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        worker_manager = self.model_runner.lora_manager
+        manager = worker_manager._adapter_manager
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(worker_manager.lora_config)
+        new = LoRAModel.from_lora_tensors(
+            lora_model_id=int_id,
+            tensors=load(blob),
+            peft_helper=helper,
+            device="cpu",
+            dtype=worker_manager.lora_config.lora_dtype,
+            model_vocab_size=getattr(worker_manager, "vocab_size", None),
+            weights_mapper=_renames(manager.model),
+        )
+        old = manager.get_adapter(int_id)
+        manager.remove_adapter(int_id)
+        try:
+            _activate(manager, new)
+        except Exception:
+            manager.remove_adapter(int_id)
+            if old is not None:
+                _activate(manager, old)
+            raise
+
+
+def _activate(manager: Any, adapter: Any) -> None:
+    with torch.inference_mode():
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+
+
+def _renames(model: Any) -> Any:
+    # The model's mapper also fuses q/k/v names, which would break names of single projections: what
+    # keeps only the renames is called get_rename_mapper from 0.32 on, get_unstacked_mapper before.
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
