@@ -1,0 +1,94 @@
+"""The faults this project grew from: an async rollout whose LoRA updates never reached its samples.
+
+Each is the reference with one thing done as a framework once did it, on the real engine.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm.lora.request import LoRARequest
+
+from rollproof.protocol import Capability, Completion, GenerateRequest, LoadedAdapter
+from rollproof_reference import AsyncRollout
+from rollproof_reference.sync.disk import DiskSync, write_folder
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollproof_reference.check import PlainAdapter
+
+VERSIONED = AsyncRollout.capabilities - {Capability.STABLE_ID} | {Capability.VERSIONED_ID}
+
+
+class SamplesBase(AsyncRollout):
+    """Loads every update and attaches none to its requests (verl#3821)."""
+
+    def _lora_request(self) -> LoRARequest | None:
+        return None
+
+
+class RandomId(AsyncRollout):
+    """Declares one id for life and draws another from the clock at every update (verl#3821)."""
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await self.engine.remove_lora(self.lora_int_id)
+        self.lora_int_id = time.time_ns() % 0x7FFFFFFF
+        self.lora_name = str(self.lora_int_id)
+        await super()._commit(version, digest, plain)
+
+
+class KeepsOld(AsyncRollout):
+    """Adds each version under a new id and leaves the eight before it loaded (verl#3821)."""
+
+    capabilities = VERSIONED
+    kept = 8
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        self.lora_int_id += 1
+        self.lora_name = f"policy-{self.lora_int_id}"
+        await self.engine.remove_lora(max(1, self.lora_int_id - self.kept))
+        await super()._commit(version, digest, plain)
+
+
+class NeverRemoves(DiskSync):
+    """Adds every version under the id that is loaded already, so vLLM keeps the first."""
+
+    async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
+        self._count += 1
+        folder = self._root / str(self._count)
+        write_folder(folder, adapter)
+        await engine.add_lora(LoRARequest(name, int_id, str(folder)))
+        return str(folder)
+
+
+class NoLoraConfig(AsyncRollout):
+    """Runs on an engine that was started without room for an adapter (verl#3821)."""
+
+    async def loaded_adapters(self) -> list[LoadedAdapter]:
+        return []
+
+
+class StaleKV(AsyncRollout):
+    """Replaces the weights under one name and path, and lets the prefix cache be (vllm#42125)."""
+
+    def _cache_salt(self) -> str | None:
+        return None
+
+
+class VersionedIds(AsyncRollout):
+    """Right, but otherwise than the reference: a new name and id each time, and no base before sync."""
+
+    capabilities = VERSIONED - {Capability.BASE_BEFORE_SYNC}
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.adapter and self.version is None:
+            raise RuntimeError("no adapter yet")
+        return await super().generate(request)
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await self.engine.remove_lora(self.lora_int_id)
+        self.lora_int_id += 1
+        self.lora_name = f"policy-{self.lora_int_id}"
+        await super()._commit(version, digest, plain)

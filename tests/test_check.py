@@ -1,0 +1,142 @@
+"""A bad adapter is refused whole, and the error says what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import MakeAdapter
+from rollproof.protocol import Adapter
+from rollproof_reference import AdapterError, RankError
+from rollproof_reference.check import PlainAdapter, linear_shapes, plain_adapter
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="session")
+def shapes(model_path: Path) -> dict[str, tuple[int, int]]:
+    return linear_shapes(str(model_path))
+
+
+@pytest.fixture
+def check(shapes: dict[str, tuple[int, int]]):
+    def run(adapter: Adapter, dtype: torch.dtype = torch.float32) -> PlainAdapter:
+        return plain_adapter(adapter, shapes, SERVED, 24, dtype)
+
+    return run
+
+
+def with_tensor(adapter: Adapter, name: str, tensor: torch.Tensor | None) -> Adapter:
+    tensors = dict(adapter.tensors)
+    del tensors[name]
+    if tensor is not None:
+        tensors[name] = tensor
+    return Adapter(adapter.version, adapter.config, tensors)
+
+
+def renamed(adapter: Adapter, old: str, new: str) -> Adapter:
+    tensors = {name.replace(old, new): tensor for name, tensor in adapter.tensors.items()}
+    return Adapter(adapter.version, adapter.config, tensors)
+
+
+def test_a_right_adapter_keeps_its_product(check, adapter: MakeAdapter):
+    mine = adapter(rank=4, lora_alpha=12)
+    plain = check(mine)
+    b = Q.replace("lora_A", "lora_B")
+    torch.testing.assert_close(plain.tensors[b] @ plain.tensors[Q], 3 * mine.tensors[b] @ mine.tensors[Q])
+    assert plain.rank == plain.config["r"] == plain.config["lora_alpha"] == 4
+
+
+def test_patterns_and_rslora_end_inside_b(check, adapter: MakeAdapter):
+    mine = adapter(rank=4, lora_alpha=8, use_rslora=True, rank_pattern={"q_proj": 9})
+    plain = check(mine)
+    b = Q.replace("lora_A", "lora_B")
+    torch.testing.assert_close(plain.tensors[b], mine.tensors[b] * (8 / math.sqrt(9)))
+    assert plain.rank == 9
+    assert not {"rank_pattern", "alpha_pattern", "use_rslora"} & set(plain.config)
+
+
+def test_the_trainers_tensors_are_neither_shared_nor_written(check, adapter: MakeAdapter):
+    mine = adapter()
+    before = {name: tensor.clone() for name, tensor in mine.tensors.items()}
+    plain = check(mine)
+    for name, tensor in mine.tensors.items():
+        assert torch.equal(tensor, before[name])
+        tensor.fill_(7)
+    assert not any((tensor == 7).all() for tensor in plain.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (
+            lambda a: with_tensor(a, Q, torch.zeros(8, 7)),
+            r"q_proj.lora_A.weight' has the shape \[8, 7\]; .* make it \[8, 128\] \(\[rank, in\]\)",
+        ),
+        (
+            lambda a: with_tensor(a, Q, torch.full((8, 128), math.nan)),
+            "q_proj.lora_A.weight' has 1024 of 1024 values that are NaN or infinite",
+        ),
+        (
+            lambda a: with_tensor(a, Q, torch.zeros(8, 128, dtype=torch.int8)),
+            "has the dtype torch.int8; allowed: float32, bfloat16, float16",
+        ),
+        (lambda a: with_tensor(a, Q, None), "q_proj.lora_A.weight' is missing beside its other half"),
+        (lambda a: Adapter(1, a.config, {}), "no tensors at all"),
+        (
+            lambda a: renamed(a, "base_model.model.", ""),
+            "has no name of PEFT's form .*without wrapper prefixes",
+        ),
+        (
+            lambda a: renamed(a, "self_attn", "attention"),
+            "no linear layer .*; the model has 'model.layers.0.self",
+        ),
+        (lambda a: renamed(a, "layers.1.", "layers.9."), "no linear layer 'model.layers.9."),
+        (
+            lambda a: Adapter(1, a.config, {n: t for n, t in a.tensors.items() if "layers.1" not in n}),
+            r"targets 'model.layers.1.mlp.down_proj' but no tensor came for it \(nor for 6 more\)",
+        ),
+    ],
+)
+def test_bad_tensors_are_named(check, adapter: MakeAdapter, break_it, message: str):
+    with pytest.raises(AdapterError, match=message):
+        check(break_it(adapter()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "config uses DoRA, which can't be served"),
+        ({"modules_to_save": ["lm_head"]}, "config uses modules_to_save"),
+        ({"bias": "all"}, "config uses bias='all'"),
+        ({"lora_bias": True}, r"config uses a bias on LoRA layers \(lora_bias\)"),
+        ({"lora_alpha": 0}, "lora_alpha 0 gives .* the scale 0, so the adapter would be lost"),
+    ],
+)
+def test_unsupported_configs_are_named(check, adapter: MakeAdapter, options, message: str):
+    mine = adapter()
+    for name, value in options.items():
+        setattr(mine.config, name, value)
+    with pytest.raises(AdapterError, match=message):
+        check(mine)
+
+
+def test_a_rank_above_the_maximum_names_it(check, adapter: MakeAdapter):
+    with pytest.raises(RankError, match="rank 25 is above 24, .*start it with max_lora_rank=25 or more"):
+        check(adapter(rank=25))
+
+
+def test_a_module_that_the_engine_skips_is_refused(shapes, adapter: MakeAdapter):
+    with pytest.raises(AdapterError, match="puts no adapter on .*it does on q_proj"):
+        plain_adapter(adapter(), shapes, ["q_proj"], 24, torch.float32)
+
+
+def test_an_overflow_in_the_engines_dtype_is_refused(check, adapter: MakeAdapter):
+    mine = with_tensor(adapter(), Q, torch.full((8, 128), 1e6))
+    with pytest.raises(AdapterError, match="overflows in torch.float16: its largest value .* 1e"):
+        check(mine, torch.float16)
+    check(mine, torch.float32)

@@ -1,0 +1,163 @@
+"""The pytest door and the report, from a folder of the user's own, with the rollout's model as rollout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from rollproof.report import schema
+
+CLAUSES = ("--pyargs", "rollproof.clauses", "-p", "no:cacheprovider")
+if "rollproof" not in {point.name for point in entry_points(group="pytest11")}:
+    CLAUSES = (*CLAUSES, "-p", "rollproof.plugin")  # not installed, only on the path
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    env["OMP_NUM_THREADS"] = "1"  # xdist's workers would fight for the cores
+    command = [sys.executable, "-m", "pytest", *CLAUSES, *args]
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def error_lines(found: subprocess.CompletedProcess[str]) -> list[str]:
+    assert found.returncode != 0
+    return [line for line in found.stderr.splitlines() if line.startswith("ERROR:")]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One run that fails, judged where warnings are errors and nothing is called test_*.py."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nfilterwarnings = error\npython_files = check_*.py\n"
+        "asyncio_default_fixture_loop_scope = function\n"  # or pytest-asyncio's own warning is an error
+    )
+    found = run(folder, "--rollout", "toy:make,fault=forgets", "--report", "out", "--seed", "3")
+    return found, folder / "out"
+
+
+def test_a_failing_rollout_fails_the_run_and_says_why(judged):
+    found, _ = judged
+    assert found.returncode == 1, found.stdout
+    assert "rollproof: toy:make,fault=forgets does not conform" in found.stdout
+    assert "SYNC-003 right version (fail): completion 1 of 8: expected version" in found.stdout
+    assert "Traceback" not in found.stdout
+
+
+def test_the_report_follows_its_schema(judged):
+    _, out = judged
+    report = json.loads((out / "report.json").read_text())
+    jsonschema.validate(report, schema())
+    assert report["rollout"] == "toy:make,fault=forgets"
+    assert report["ok"] is False
+    assert report["totals"]["fail"] == 1
+    assert [r["clause"] for r in report["results"]][:3] == ["SYNC-001", "SYNC-002", "SYNC-003"]
+    assert {r["clause"] for r in report["results"] if r["outcome"] == "blocked"} >= {"RANK-001", "LIFE-002"}
+    assert sum(report["totals"].values()) == len(report["results"])
+    assert all(result["seed"] == 3 for result in report["results"])
+
+
+def test_junit_and_markdown_say_what_the_report_says(judged):
+    _, out = judged
+    report = json.loads((out / "report.json").read_text())
+    suite = ET.parse(out / "junit.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert suite.get("tests") == str(len(report["results"]))
+    assert suite.get("failures") == "1"
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == ["SYNC-003"]
+    text = (out / "report.md").read_text()
+    assert text.startswith("# Does not conform: `toy:make,fault=forgets`")
+    for result in report["results"]:
+        assert f"| {result['clause']} | {result['level']} | {result['outcome']} |" in text
+
+
+def test_the_history_holds_every_call(judged):
+    _, out = judged
+    lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert lines[0]["event"] == "rollout started"
+    asked = [line for line in lines if line["event"] == "request started"]
+    answered = {line["started"] for line in lines if line["event"] == "request ended"}
+    assert {line["tick"] for line in asked} == answered
+
+
+def test_the_reproduce_line_fails_the_same_way_when_pasted(judged, tmp_path: Path):
+    _, out = judged
+    report = json.loads((out / "report.json").read_text())
+    bad = next(result for result in report["results"] if result["outcome"] == "fail")
+    command = shlex.split(bad["reproduce"])
+    assert command[:3] == ["pytest", "--pyargs", "rollproof.clauses"]
+    again = run(tmp_path, *command[3:])
+    assert again.returncode == 1
+    # Fewer clauses run before it, so the versions have other numbers.
+    assert re.sub(r"version \d+.*", "", bad["message"]) in again.stdout
+    assert f"{bad['clause']} right version (fail)" in again.stdout
+
+
+def test_a_right_rollout_is_green_also_under_xdist(tmp_path: Path):
+    found = run(
+        tmp_path, "--rollout", "toy:make", "--report", "out", "-n", "2", "--only", "BASE-001,SYNC-001"
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    jsonschema.validate(report, schema())
+    assert report["ok"]
+    assert {r["clause"] for r in report["results"]} == {"SYNC-001", "SYNC-002", "BASE-001"}
+
+
+def test_no_rollout_is_one_plain_line(tmp_path: Path):
+    assert error_lines(run(tmp_path)) == [
+        "ERROR: no rollout to judge: name one with --rollout pkg.mod:factory"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ["--rollout", "toy"],
+            "ERROR: --rollout 'toy' names no factory: write it as --rollout pkg.mod:factory",
+        ),
+        (["--rollout", "nowhere:make"], "can't be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        (["--rollout", "toy:nothing"], "can't be imported: AttributeError"),
+        (["--rollout", "toy:Toy.capabilities"], "is a frozenset, not callable"),
+        (["--rollout", "toy:make,fault"], "'fault' is not key=value"),
+        (["--rollout", "toy:make", "--only", "SYNC-9"], "ERROR: unknown clause 'SYNC-9'; there are SYNC-001"),
+        (
+            ["--rollout", "toy:make", "--model", "nowhere"],
+            "ERROR: no model at 'nowhere': it has to be a Hugging",
+        ),
+        (["--rollout", "toy:make", "--dtype", "int8"], "ERROR: dtype is 'int8'; allowed: float32, bfloat16"),
+    ],
+)
+def test_bad_options_are_one_plain_line(tmp_path: Path, args: list[str], line: str):
+    (told,) = error_lines(run(tmp_path, *args))
+    assert line in told
+
+
+def test_a_run_of_nothing_is_not_green(tmp_path: Path):
+    found = run(tmp_path, "--rollout", "toy:make", "-k", "no_such_clause")
+    assert found.returncode != 0
+    assert "rollproof: no clause was run" in found.stdout
+
+
+def test_the_kit_needs_no_engine_and_the_plugin_no_torch():
+    code = (
+        "import sys; sys.modules['vllm'] = None; import rollproof.plugin; assert 'torch' not in sys.modules; "
+        "import rollproof.runner, rollproof.clauses.cache, rollproof.report; "
+        "from rollproof import check_rollout"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=env)

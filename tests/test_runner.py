@@ -1,0 +1,143 @@
+"""What happens comes out as the outcome it is; the rollout here is a model without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import toy
+from rollproof import FactoryError, Outcome, Settings, check_rollout
+from rollproof.settings import SettingsError
+from rollproof.spec import UnknownClauseError, clauses, markdown, select
+
+CHEAP = Settings(only=("SYNC-003", "BASE-001"))
+
+
+async def outcomes(fault: str, settings: Settings = CHEAP) -> dict[str, tuple[Outcome, str]]:
+    report = await check_rollout(toy.make, settings, fault=fault)
+    return {result.clause: (result.outcome, result.message) for result in report.results}
+
+
+async def test_a_right_rollout_passes_what_it_declares(tmp_path: Path):
+    report = await check_rollout(toy.make, folder=tmp_path)
+    assert report.ok
+    assert report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED) == set()
+    assert report.outcomes(Outcome.NOT_APPLICABLE) == {"ID-001", "ID-002", "CACHE-001"}
+    assert (tmp_path / "history.jsonl").read_text().count('"update ended"') > 20
+
+
+async def test_a_rollout_without_logprobs_is_judged_by_its_tokens():
+    toy_without = await check_rollout(WithoutLogprobs)
+    assert toy_without.ok
+    found = await check_rollout(WithoutLogprobs, CHEAP, fault="base")
+    assert found.outcomes(Outcome.FAIL) == {"SYNC-002"}
+    assert "greedy decoding of the base model gives these tokens" in found.results[0].message
+
+
+def WithoutLogprobs(spec, fault="no-logprobs"):  # noqa: N802 - a factory that reads like a class
+    class Toy(toy.Toy):
+        capabilities = toy.Toy.capabilities - {toy.Capability.LOGPROBS}
+
+        async def generate(self, request):
+            completion = await super().generate(request)
+            return toy.Completion(completion.token_ids)
+
+    return _entered(Toy(spec, fault))
+
+
+class _entered:  # noqa: N801 - a context manager like contextlib's own
+    def __init__(self, rollout):
+        self.rollout = rollout
+
+    async def __aenter__(self):
+        return self.rollout
+
+    async def __aexit__(self, *_):
+        return None
+
+
+async def test_a_rollout_that_declares_nothing_is_judged_by_what_is_left():
+    class Bare(toy.Toy):
+        capabilities = frozenset()
+
+        async def generate(self, request):
+            if not self._version:
+                raise RuntimeError("no adapter yet")
+            return await super().generate(request)
+
+    report = await check_rollout(lambda spec: _entered(Bare(spec)))
+    assert report.ok
+    assert report.outcomes(Outcome.PASS) == {
+        *("SYNC-001", "SYNC-002", "SYNC-003", "RANK-001", "RANK-002", "RANK-003")
+    }
+    assert report.outcomes(Outcome.BLOCKED) == set()
+
+
+async def test_right_logprobs_do_not_excuse_wrong_tokens():
+    found = await outcomes("base")
+    outcome, message = found["SYNC-002"]
+    assert outcome == Outcome.FAIL
+    assert "expected greedy tokens of version" in message
+    assert found["SYNC-003"][0] == found["BASE-001"][0] == Outcome.BLOCKED
+
+
+async def test_an_update_that_is_lost_is_attributed_to_the_version_that_serves():
+    outcome, message = (await outcomes("forgets"))["SYNC-003"]
+    assert outcome == Outcome.FAIL
+    assert "these logprobs are those of version" in message
+
+
+async def test_declared_and_absent_fails():
+    outcome, message = (await outcomes("no-logprobs"))["SYNC-002"]
+    assert (outcome, "declares logprobs" in message) == (Outcome.FAIL, True)
+
+
+async def test_a_hang_is_a_failure_with_a_name():
+    outcome, message = (await outcomes("hangs", Settings(only=("SYNC-002",), deadline_scale=0.01)))[
+        "SYNC-002"
+    ]
+    assert outcome == Outcome.FAIL
+    assert "update did not return within 1.2 s: it hangs" in message
+
+
+async def test_the_clause_that_saw_the_rollout_die_is_blamed_in_one_line():
+    found = await outcomes("dies")
+    assert found["SYNC-002"] == (Outcome.FAIL, "generate raised RuntimeError: the engine died")
+    assert found["SYNC-003"][0] == Outcome.BLOCKED
+
+
+async def test_a_rollout_that_does_not_start_fails():
+    report = await check_rollout(toy.make, CHEAP, fault="no-start")
+    assert not report.ok
+    assert report.results[0].message == "start raised RuntimeError: no engine here"
+
+
+async def test_bad_input_is_refused_before_anything_starts():
+    with pytest.raises(UnknownClauseError, match=r"unknown clause 'SYNC-999'; there are SYNC-001"):
+        await check_rollout(toy.make, Settings(only=("SYNC-999",)))
+    with pytest.raises(FactoryError, match="can't be imported: ModuleNotFoundError"):
+        await check_rollout("no_such_module:make")
+    with pytest.raises(SettingsError, match="no model at 'nowhere'"):
+        Settings(model="nowhere")
+    with pytest.raises(SettingsError, match="allowed: float32, bfloat16, float16"):
+        Settings(dtype="int8")
+
+
+def test_selecting_a_clause_brings_what_it_requires_in_order():
+    assert [clause.id for clause in select(["CACHE-001"])] == ["SYNC-002", "SYNC-003", "CACHE-001"]
+
+
+@pytest.mark.parametrize("clause", clauses(), ids=lambda clause: clause.id)
+def test_every_clause_is_whole(clause):
+    order = [other.id for other in clauses()]
+    assert clause.level in ("MUST", "SHOULD")
+    assert clause.level in clause.text
+    assert all(order.index(required) < order.index(clause.id) for required in clause.requires)
+    assert clause.bugs
+    assert callable(clause.function())
+
+
+def test_the_specification_says_what_the_list_of_clauses_says():
+    spec = Path(__file__).parents[1] / "conformance/rollproof/SPEC.md"
+    assert markdown() in spec.read_text(), "run: python -m rollproof.spec, and put it into SPEC.md"

@@ -1,0 +1,66 @@
+"""A rollout without an engine, for testing the judge alone: the model itself, sampled by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+
+from rollproof.oracle import BASE, Oracle
+from rollproof.protocol import (
+    Adapter,
+    Capability,
+    Completion,
+    GenerateRequest,
+    LoadedAdapter,
+    RolloutSpec,
+)
+
+
+class Toy:
+    """Right in everything it declares. ``fault`` makes it wrong in one way."""
+
+    capabilities = frozenset(
+        {Capability.BASE, Capability.BASE_BEFORE_SYNC, Capability.LOGPROBS, Capability.INVENTORY}
+    )
+
+    def __init__(self, spec: RolloutSpec, fault: str = "") -> None:
+        self.spec = spec
+        self.fault = fault
+        self._model = Oracle(spec.model_path, getattr(torch, spec.dtype))
+        self._version = BASE
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self.fault == "dies" and self._version:
+            raise RuntimeError("the engine\ndied")
+        version = self._version if request.adapter and self.fault != "base" else BASE
+        generator = torch.Generator().manual_seed(request.seed or 0)
+        prompts = [request.prompt_token_ids]
+        args = (prompts, request.max_tokens, request.temperature, generator)
+        sample = self._model.sample(version, *args)[0]
+        # Logprobs of the right model beside tokens of another: recomputed elsewhere.
+        claimed = self._version if request.adapter else BASE
+        scores = self._model.score(claimed if self.fault == "base" else version, [sample])[0]
+        logprobs = None if self.fault == "no-logprobs" else tuple(scores.logprobs.tolist())
+        return Completion(sample.tokens, logprobs)
+
+    async def update_adapter(self, adapter: Adapter) -> None:
+        if adapter.config.r > self.spec.max_lora_rank:
+            raise ValueError(f"rank {adapter.config.r} is too large")
+        if self.fault == "hangs":
+            await asyncio.Event().wait()
+        self._model.add(adapter)
+        if self.fault != "forgets" or self._version == BASE:
+            self._version = adapter.version
+
+    async def loaded_adapters(self) -> list[LoadedAdapter]:
+        return [LoadedAdapter("policy", 1)] if self._version else []
+
+
+@asynccontextmanager
+async def make(spec: RolloutSpec, fault: str = "") -> AsyncIterator[Toy]:
+    if fault == "no-start":
+        raise RuntimeError("no engine here")
+    yield Toy(spec, fault)
