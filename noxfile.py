@@ -1,0 +1,90 @@
+"""The project's sessions. ``nox -s conformance`` judges a rollout, ``nox -s tests`` tests the project.
+
+Where the environment already has everything, vLLM for its GPU included: ``nox --no-venv -s ...``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+
+DEFAULT = "rollproof_reference:make"
+
+
+def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
+    """Install the project into the session's environment, torch for the CPU unless there is a GPU."""
+    if session.venv_backend == "none":
+        return
+    command = ["install"]
+    env = {}
+    if wheels := os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS"):
+        env["UV_FIND_LINKS"] = wheels.replace(" ", ",")  # where the user keeps a build of torch
+    elif "cpu" in extras:
+        command += ["--torch-backend", "cpu"]
+    for group in groups:
+        command += ["--group", group]
+    project = f".[{','.join(extras)}]" if extras else "."
+    session.run_install("uv", "pip", *command, project, env=env, external=True)
+
+
+def engine() -> str:
+    """The extra that holds the engine for this machine."""
+    return "gpu" if shutil.which("nvidia-smi") else "cpu"
+
+
+def environment() -> dict[str, str]:
+    """Nothing here may reach a model hub, and an engine says only what went wrong."""
+    return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Judge a rollout: ``nox -s conformance -- --rollout pkg.mod:factory`` (default: the reference)."""
+    given = list(session.posargs)
+    chosen = any(item == "--rollout" or item.startswith("--rollout=") for item in given)
+    judged = (
+        "judged: the rollout named by --rollout" if chosen else "judged: rollproof_reference, the default"
+    )
+    session.log(judged)
+    install(session, engine())
+    if not chosen:
+        given += ["--rollout", DEFAULT]
+    if not any(item == "--report" or item.startswith("--report=") for item in given):
+        given += ["--report", "rollproof-report"]
+    try:
+        session.run(
+            *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
+            *("-o", "addopts=", "-o", "filterwarnings=", "-v", *given),
+            env=environment(),
+        )
+    finally:
+        session.log(judged)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The project's own tests, known-bad rollouts included."""
+    install(session, engine(), groups=("test",))
+    session.run("python", "-m", "pytest", *session.posargs, env=environment())
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format."""
+    if session.venv_backend != "none":
+        session.run_install("uv", "pip", "install", "--group", "lint", external=True)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Types, strictly; engines and model libraries are taken as untyped."""
+    install(session, "cpu", groups=("typecheck",))
+    session.run("mypy")
