@@ -25,6 +25,11 @@ LAMBDAS = torch.tensor([-8.0, -4.0, -2.0, -1.0, -0.5, -0.25, -0.1, 0.1, 0.2, 0.3
 """Where the log moment generating function of the surprisal is taken (see ``Scores``)."""
 
 
+_KEPT = 8
+_KEPT_BYTES = 16 << 30
+"""Merged versions are kept for the next claim: so many, and of so many bytes together."""
+
+
 class ModelError(ValueError):
     """A model folder that can't be read. The message is one line."""
 
@@ -75,8 +80,6 @@ class Oracle:
         self.vocab_size = int(self._base.config.vocab_size)
         self._adapters: dict[int, Adapter] = {}
         self._merged: OrderedDict[int, Any] = OrderedDict()
-        # Merged versions are kept while they fit; an engine on the same GPU has taken its share by now.
-        self._room = torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else 4 << 30
 
     @property
     def versions(self) -> list[int]:
@@ -205,7 +208,7 @@ class Oracle:
         merged = self._peft(version).merge_and_unload(safe_merge=True)
         self._merged[version] = merged
         size = sum(p.numel() * p.element_size() for p in merged.parameters())
-        while len(self._merged) > max(1, self._room // size):
+        while len(self._merged) > max(1, min(_KEPT, _KEPT_BYTES // size)):
             self._merged.popitem(last=False)
         return merged
 
