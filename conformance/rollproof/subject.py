@@ -48,6 +48,7 @@ class Subject:
         self.history = history
         self.capabilities: frozenset[Capability] = frozenset()
         self.inventory_bound = 1
+        self.details: dict[str, str] = {}
         self._start = start
         self._deadlines = deadlines
         self._stop = asyncio.Event()
@@ -71,6 +72,7 @@ class Subject:
             raise FailureError(f"capabilities: {error}; there are {known}", fatal=True) from None
         self.spec = getattr(rollout, "spec", self.spec)
         self.inventory_bound = int(getattr(rollout, "inventory_bound", 1))
+        self.details = {str(k): str(v) for k, v in getattr(rollout, "details", {}).items()}
         self._rollout = rollout
         if self.has(Capability.INVENTORY):
             self._foreign = await self.loaded()

@@ -32,6 +32,20 @@ def allowed_ranks() -> tuple[int, ...]:
     return tuple(sorted(values)) or _KNOWN_RANKS
 
 
+def describe(engine: AsyncLLM) -> dict[str, str]:
+    """What a report should say of a running engine."""
+    import vllm
+
+    config = getattr(engine, "vllm_config", None)
+    graphs = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", "unknown")
+    lora = getattr(config, "lora_config", None)
+    return {
+        "engine": f"vLLM {vllm.__version__}",
+        "CUDA graphs": str(getattr(graphs, "name", graphs)),
+        "max_lora_rank": str(getattr(lora, "max_lora_rank", "none")),
+    }
+
+
 def start_engine(spec: RolloutSpec, **overrides: Any) -> AsyncLLM:
     """Start vLLM for this spec with LoRA enabled, sized for ``spec.max_lora_rank``.
 

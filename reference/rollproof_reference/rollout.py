@@ -39,7 +39,7 @@ from rollproof.protocol import (
 )
 
 from .check import AdapterError, linear_shapes, plain_adapter
-from .engine import start_engine
+from .engine import describe, start_engine
 from .sync.disk import DiskSync
 from .sync.tensors import TensorSync
 
@@ -79,6 +79,7 @@ class AsyncRollout:
         self.engine = engine
         self.spec = spec
         self.sync = sync
+        self.details = describe(engine) | {"sync": sync.name}
         self.version: int | None = None
         self._shapes = linear_shapes(spec.model_path)
         self.served = served
