@@ -161,3 +161,12 @@ def test_the_kit_needs_no_engine_and_the_plugin_no_torch():
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=env)
+
+
+def test_the_committed_reports_follow_the_schema():
+    folder = Path(__file__).parents[1] / "benchmarks/results/conformance"
+    reports = [json.loads(path.read_text()) for path in folder.glob("*/report.json")]
+    assert reports
+    for report in reports:
+        jsonschema.validate(report, schema())
+        assert report["ok"]
