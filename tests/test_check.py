@@ -11,21 +11,21 @@ import torch
 from conftest import MakeAdapter
 from rollproof.protocol import Adapter
 from rollproof_reference import AdapterError, RankError
-from rollproof_reference.check import PlainAdapter, linear_shapes, plain_adapter
+from rollproof_reference.check import ModelLayers, PlainAdapter, model_layers, plain_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="session")
-def shapes(model_path: Path) -> dict[str, tuple[int, int]]:
-    return linear_shapes(str(model_path))
+def layers(model_path: Path) -> ModelLayers:
+    return model_layers(str(model_path))
 
 
 @pytest.fixture
-def check(shapes: dict[str, tuple[int, int]]):
+def check(layers: ModelLayers):
     def run(adapter: Adapter, dtype: torch.dtype = torch.float32) -> PlainAdapter:
-        return plain_adapter(adapter, shapes, SERVED, 24, dtype)
+        return plain_adapter(adapter, layers, SERVED, 24, dtype)
 
     return run
 
@@ -114,6 +114,10 @@ def test_bad_tensors_are_named(check, adapter: MakeAdapter, break_it, message: s
         ({"modules_to_save": ["lm_head"]}, "config uses modules_to_save"),
         ({"bias": "all"}, "config uses bias='all'"),
         ({"lora_bias": True}, r"config uses a bias on LoRA layers \(lora_bias\)"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' .it rewrites the base weights."),
+        ({"target_modules": {"q_proj", "embed_tokens"}}, "targets 'model.embed_tokens', which is no linear"),
+        ({"target_modules": {"q_proj"}}, "tensors came for 'model.layers.0.self_attn.k_proj', which"),
+        ({"target_modules": None}, "the config has no target_modules"),
         ({"lora_alpha": 0}, "lora_alpha 0 gives .* the scale 0, so the adapter would be lost"),
     ],
 )
@@ -130,9 +134,9 @@ def test_a_rank_above_the_maximum_names_it(check, adapter: MakeAdapter):
         check(adapter(rank=25))
 
 
-def test_a_module_that_the_engine_skips_is_refused(shapes, adapter: MakeAdapter):
+def test_a_module_that_the_engine_skips_is_refused(layers, adapter: MakeAdapter):
     with pytest.raises(AdapterError, match="puts no adapter on .*it does on q_proj"):
-        plain_adapter(adapter(), shapes, ["q_proj"], 24, torch.float32)
+        plain_adapter(adapter(), layers, ["q_proj"], 24, torch.float32)
 
 
 def test_an_overflow_in_the_engines_dtype_is_refused(check, adapter: MakeAdapter):
@@ -140,3 +144,22 @@ def test_an_overflow_in_the_engines_dtype_is_refused(check, adapter: MakeAdapter
     with pytest.raises(AdapterError, match="overflows in torch.float16: its largest value .* 1e"):
         check(mine, torch.float16)
     check(mine, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": "all-linear", "exclude_modules": ["up_proj"]},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": ["down_proj"], "layers_to_transform": [1]},
+        {"rank": 64, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 8}},
+    ],
+)
+def test_every_way_to_target_is_read_as_peft_reads_it(check, base_oracle, options):
+    config, state = base_oracle.peft_state(
+        **{"r": options.get("rank", 4)} | {name: value for name, value in options.items() if name != "rank"}
+    )
+    plain = check(Adapter(1, config, state))
+    assert set(plain.tensors) == set(state)
+    assert plain.rank == max(t.shape[0] for n, t in state.items() if "lora_A" in n)

@@ -6,6 +6,7 @@ number is compared here with the model's own modules first. Nothing here knows a
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .rank import RankError, highest_rank
+from .rank import RankError, checked_rank
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -36,6 +37,9 @@ _UNSUPPORTED = {
     "use_qalora": "QALoRA",
     "arrow_config": "Arrow routing",
 }
+
+# Those that set the first A and B and leave the base weights as they are.
+_PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
 
 
 class AdapterError(ValueError):
@@ -68,54 +72,64 @@ class PlainAdapter:
         }
 
 
-def linear_shapes(model_path: str) -> dict[str, tuple[int, int]]:
-    """(in, out) features of every linear layer of the model in this folder, without its weights."""
+@dataclass(frozen=True)
+class ModelLayers:
+    """A model's modules: ``names`` of all, ``shapes`` (in, out) of the linear ones, ``output`` layer."""
+
+    names: frozenset[str]
+    shapes: Mapping[str, tuple[int, int]]
+    output: str
+
+
+def model_layers(model_path: str) -> ModelLayers:
+    """The modules of the model in this folder, without its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    return ModelLayers(
+        names=frozenset(modules),
+        shapes={
+            name: (module.in_features, module.out_features)
+            for name, module in modules.items()
+            if isinstance(module, torch.nn.Linear)
+        },
+        output=next((name for name, module in modules.items() if module is head), ""),
+    )
 
 
 def plain_adapter(
-    adapter: Adapter,
-    shapes: Mapping[str, tuple[int, int]],
-    served: Collection[str],
-    max_rank: int,
-    dtype: torch.dtype,
+    adapter: Adapter, layers: ModelLayers, served: Collection[str], max_rank: int, dtype: torch.dtype
 ) -> PlainAdapter:
     """Check ``adapter`` against the model and rewrite it with its scales inside B.
 
-    ``shapes`` are the model's linear layers, ``served`` the last name parts that the engine puts an
-    adapter on (empty: unknown). Raises AdapterError or RankError; the adapter's own tensors are
-    only read.
+    ``served`` are the last name parts that the engine puts an adapter on (empty: unknown). Raises
+    AdapterError or RankError; the adapter's own tensors are only read.
     """
     config = adapter.config
     _check_config(config)
-    rank = highest_rank(config)
-    if rank > max_rank:
-        raise RankError(
-            f"rank {rank} is above {max_rank}, the highest this rollout was started for; "
-            f"start it with max_lora_rank={rank} or more"
-        )
     halves = _split(adapter.tensors)
-    _check_targets(config, halves, shapes, served)
+    _check_targets(config, halves, layers, served)
+    scales = {module: _rank_and_scale(config, module) for module in sorted(halves)}
+    highest = max(rank for rank, _ in scales.values())
+    if highest > max_rank:
+        raise RankError(
+            f"rank {highest} is above {max_rank}, the highest this rollout was started for; "
+            f"start it with max_lora_rank={highest} or more"
+        )
     tensors: dict[str, torch.Tensor] = {}
-    for module, pair in sorted(halves.items()):
-        rank_here, scale = _rank_and_scale(config, module)
-        n_in, n_out = shapes[module]
-        for half, shape in (("A", (rank_here, n_in)), ("B", (n_out, rank_here))):
+    for module, (rank, scale) in scales.items():
+        pair, (n_in, n_out) = halves[module], layers.shapes[module]
+        for half, shape in (("A", (rank, n_in)), ("B", (n_out, rank))):
             _check_tensor(module, half, pair[half], shape)
         a, b = (pair[half].detach().to("cpu", torch.float32) for half in "AB")
         tensors[_tensor_name(module, "A")] = _cast(module, "A", a, dtype)
         tensors[_tensor_name(module, "B")] = _cast(module, "B", b * scale, dtype)
     leaves = tuple(sorted({module.rpartition(".")[2] for module in halves}))
-    return PlainAdapter(rank, leaves, tensors)
+    return PlainAdapter(highest, leaves, tensors)
 
 
 def _tensor_name(module: str, half: str) -> str:
@@ -124,6 +138,9 @@ def _tensor_name(module: str, half: str) -> str:
 
 def _check_config(config: LoraConfig) -> None:
     found = [text for name, text in _UNSUPPORTED.items() if getattr(config, name, None)]
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init not in _PLAIN_INITS:
+        found.append(f"init_lora_weights={init!r} (it rewrites the base weights)")
     if (bias := getattr(config, "bias", "none")) != "none":
         found.append(f"bias={bias!r}")
     if found:
@@ -154,23 +171,26 @@ def _split(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def _check_targets(
-    config: LoraConfig,
-    halves: Collection[str],
-    shapes: Mapping[str, tuple[int, int]],
-    served: Collection[str],
+    config: LoraConfig, halves: Collection[str], layers: ModelLayers, served: Collection[str]
 ) -> None:
+    targeted = _targeted(config, layers)
+    if other := sorted(targeted - set(layers.shapes)):
+        raise AdapterError(
+            f"the config targets {other[0]!r}, which is no linear layer; this rollout serves those alone"
+        )
     for module in halves:
         leaf = module.rpartition(".")[2]
-        if module not in shapes:
-            near = sorted(name for name in shapes if name.endswith(f".{leaf}"))
-            hint = f"the model has {near[0]!r}" if near else f"it has {', '.join(sorted(_leaves(shapes)))}"
+        if module not in layers.shapes:
+            near = sorted(name for name in layers.shapes if name.endswith(f".{leaf}"))
+            hint = f"the model has {near[0]!r}" if near else f"it has {', '.join(_leaves(layers.shapes))}"
             raise AdapterError(f"the model has no linear layer {module!r}; {hint}")
+        if module not in targeted:
+            raise AdapterError(f"tensors came for {module!r}, which the config does not target")
         if served and leaf not in served:
             raise AdapterError(
                 f"the engine puts no adapter on {module!r}; it does on {', '.join(sorted(served))}"
             )
-    lost = sorted(_targeted(config, shapes) - set(halves))
-    if lost:
+    if lost := sorted(targeted - set(halves)):
         raise AdapterError(
             f"the config targets {lost[0]!r} but no tensor came for it"
             + (f" (nor for {len(lost) - 1} more)" if len(lost) > 1 else "")
@@ -178,19 +198,21 @@ def _check_targets(
         )
 
 
-def _leaves(names: Collection[str]) -> set[str]:
-    return {name.rpartition(".")[2] for name in names}
+def _leaves(names: Collection[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _targeted(config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> set[str]:
+def _targeted(config: LoraConfig, layers: ModelLayers) -> set[str]:
     """The modules that PEFT itself would put this adapter on."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     if config.target_modules is None:
-        return set()
-    if config.target_modules == "all-linear":  # PEFT's own reading of it leaves the output layer out
-        return {name for name in shapes if name.rpartition(".")[2] != "lm_head"}
-    return {name for name in shapes if check_target_module_exists(config, name)}
+        raise AdapterError("the config has no target_modules; export the one the adapter was trained with")
+    if config.target_modules == "all-linear":
+        # As PEFT expands it: every linear layer but the output one. exclude_modules still counts.
+        config = copy.copy(config)
+        config.target_modules = set(layers.shapes) - {layers.output}
+    return {name for name in layers.names if name and check_target_module_exists(config, name)}
 
 
 def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
@@ -198,7 +220,7 @@ def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
     from peft.utils.other import get_pattern_key
 
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank = int(ranks.get(get_pattern_key(ranks.keys(), module), config.r))
+    rank = checked_rank(ranks.get(get_pattern_key(ranks.keys(), module), config.r), f"the rank of {module}")
     alpha = float(alphas.get(get_pattern_key(alphas.keys(), module), config.lora_alpha))
     scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     if not math.isfinite(scale) or scale == 0:

@@ -21,7 +21,7 @@ def highest_rank(config: LoraConfig) -> int:
     """The highest rank that any module of this adapter has, ``rank_pattern`` included."""
     ranks = {"r": config.r}
     ranks |= {f"rank_pattern[{key!r}]": rank for key, rank in (config.rank_pattern or {}).items()}
-    return max(_checked(rank, name) for name, rank in ranks.items())
+    return max(checked_rank(rank, name) for name, rank in ranks.items())
 
 
 def max_lora_rank(rank: int | LoraConfig, allowed: Sequence[int] | None = None) -> int:
@@ -35,7 +35,7 @@ def max_lora_rank(rank: int | LoraConfig, allowed: Sequence[int] | None = None) 
         from .engine import allowed_ranks
 
         allowed = allowed_ranks()
-    wanted = _checked(rank, "rank") if isinstance(rank, int | float | str) else highest_rank(rank)
+    wanted = checked_rank(rank, "rank") if isinstance(rank, int | float | str) else highest_rank(rank)
     fitting = [value for value in sorted(allowed) if value >= wanted]
     if not fitting:
         raise RankError(
@@ -46,7 +46,8 @@ def max_lora_rank(rank: int | LoraConfig, allowed: Sequence[int] | None = None) 
     return fitting[0]
 
 
-def _checked(rank: object, name: str) -> int:
+def checked_rank(rank: object, name: str) -> int:
+    """``rank`` if it is a whole number of at least 1; ``name`` is for the error."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise RankError(f"{name} is {rank!r}, a {type(rank).__name__}: it has to be a whole number")
     if rank < 1:

@@ -40,10 +40,9 @@ class AdapterWorker:
             lacking += [] if hasattr(PEFTHelper, "from_dict") else ["PEFTHelper.from_dict"]
         except ImportError as error:
             lacking.append(str(error))
-        served: set[str] = set()
-        packed = getattr(manager, "packed_modules_mapping", {})
-        for name in getattr(manager, "supported_lora_modules", ()):
-            served.update(packed.get(name, [name]))
+        packed = getattr(manager, "packed_modules", {})
+        wrapped = [part for name in getattr(manager, "modules", {}) for part in packed.get(name, [name])]
+        served = {name.rpartition(".")[2] for name in wrapped}
         return {"served": sorted(served), "lacking": lacking}
 
     def rollproof_swap(self, int_id: int, config: dict[str, Any], blob: bytes) -> None:
