@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -158,6 +160,9 @@ class Held:
         await self.go.wait()
         return await self.inner.push(*args)
 
+    def unloaded(self) -> None:
+        self.inner.unloaded()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -216,10 +221,24 @@ async def test_the_disk_strategy_keeps_one_folder(
     rollout = AsyncRollout(running.engine, spec, sync, running.served)
     for version in (1, 2, 3):
         await rollout.update_adapter(adapter(version))
-    assert [folder.name for folder in sync._root.iterdir()] == ["3"]
+    assert [folder.name for root in sync._roots for folder in root.iterdir()] == ["3"]
     await rollout.unload_adapter()
+    assert not [folder for root in sync._roots for folder in root.iterdir()]
     sync.close()
-    assert not sync._root.exists()
+    assert not any(root.exists() for root in sync._roots)
+
+
+def test_the_disk_strategy_goes_where_there_is_room(
+    running: AsyncRollout, spec: RolloutSpec, adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+):
+    sync = DiskSync(spec.workdir)
+    plain = AsyncRollout(running.engine, spec, sync, running.served)._plain(adapter(1))
+    small = sync.next_folder(plain)
+    free = {root: 0 if root == sync._roots[0] else 1 << 40 for root in sync._roots}
+    monkeypatch.setattr(shutil, "disk_usage", lambda root: SimpleNamespace(free=free[root]))
+    assert sync.next_folder(plain).parent == sync._roots[-1]
+    assert small.parent == sync._roots[0]
+    sync.close()
 
 
 @pytest.fixture
@@ -249,7 +268,27 @@ async def test_closing_aborts_what_runs_and_leaves_nothing_behind(
             rollout.loaded_adapters(),
         ):
             with pytest.raises(RolloutClosedError, match="start another with make"):
-                await call
+                await asyncio.wait_for(call, 10)
+
+
+async def test_an_update_that_waits_its_turn_ends_when_the_rollout_closes(
+    running: AsyncRollout, spec: RolloutSpec, adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+):
+    rollout = AsyncRollout(running.engine, spec, TensorSync(), running.served)
+    rollout.sync = held = Held(rollout.sync)
+    monkeypatch.setattr(running.engine, "shutdown", lambda: None)
+    first = asyncio.ensure_future(rollout.update_adapter(adapter(1)))
+    await held.started.wait()
+    second = asyncio.ensure_future(rollout.update_adapter(adapter(2)))
+    closing = asyncio.ensure_future(rollout.close())
+    await asyncio.sleep(0.1)
+    assert not closing.done()
+    held.go.set()
+    await first
+    await closing
+    with pytest.raises(RolloutClosedError):
+        await second
+    await running.engine.remove_lora(rollout.lora_int_id)
 
 
 def test_a_missing_model_folder_is_named(spec: RolloutSpec):

@@ -38,7 +38,7 @@ from rollproof.protocol import (
     RolloutSpec,
 )
 
-from .check import AdapterError, linear_shapes, plain_adapter
+from .check import AdapterError, model_layers, plain_adapter
 from .engine import describe, start_engine
 from .sync.disk import DiskSync
 from .sync.tensors import TensorSync
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _ABORT_SECONDS = 30
+_UPDATE_SECONDS = 30
 
 
 class RolloutClosedError(RuntimeError):
@@ -81,7 +82,7 @@ class AsyncRollout:
         self.sync = sync
         self.details = describe(engine) | {"sync": sync.name}
         self.version: int | None = None
-        self._shapes = linear_shapes(spec.model_path)
+        self._layers = model_layers(spec.model_path)
         self.served = served
         self._digest = ""
         self._rank: int | None = None
@@ -166,6 +167,7 @@ class AsyncRollout:
             self.version, self._digest, self._rank, self._path = None, "", None, None
             self._epoch += 1
             await _to_the_end(self.engine.remove_lora(self.lora_int_id))
+            self.sync.unloaded()
 
     async def loaded_adapters(self) -> list[LoadedAdapter]:
         """What the engine itself lists, with the name and rank of the one that this rollout loaded."""
@@ -191,7 +193,12 @@ class AsyncRollout:
                     # One that is just starting isn't known to the engine yet, so once isn't enough.
                     await self.engine.abort(list(self._running))
                     await asyncio.sleep(0.01)
-        async with self._updating:
+        try:
+            async with asyncio.timeout(_UPDATE_SECONDS), self._updating:
+                pass  # those still waiting for their turn will find the rollout closed
+        except TimeoutError:
+            _log.warning("an update still runs after %d s; stopping the engine under it", _UPDATE_SECONDS)
+        finally:
             self.engine.shutdown()
             self.sync.close()
 
@@ -219,7 +226,7 @@ class AsyncRollout:
 
     def _plain(self, adapter: Adapter) -> PlainAdapter:
         dtype = getattr(torch, self.spec.dtype)
-        return plain_adapter(adapter, self._shapes, self.served, self.spec.max_lora_rank, dtype)
+        return plain_adapter(adapter, self._layers, self.served, self.spec.max_lora_rank, dtype)
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
         try:

@@ -23,6 +23,10 @@ class Sync(Protocol):
         """Replace the weights under ``int_id``; return the ``lora_path`` for requests."""
         ...
 
+    def unloaded(self) -> None:
+        """The adapter was removed from the engine: there is nothing to go back to."""
+        ...
+
     def close(self) -> None:
         """Give back what the strategy holds outside the engine."""
         ...

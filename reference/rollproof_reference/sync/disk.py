@@ -22,20 +22,20 @@ _TMPFS = Path("/dev/shm")
 
 
 class DiskSync:
-    """Writes each adapter to a new folder, in memory (tmpfs) where there is one, else in ``workdir``."""
+    """Writes each adapter to a new folder: on tmpfs where it has room for two, else in ``workdir``."""
 
     name = "disk"
 
     def __init__(self, workdir: str) -> None:
-        parent = _TMPFS if os.access(_TMPFS, os.W_OK) else Path(workdir)
-        self._root = Path(tempfile.mkdtemp(prefix="rollproof-", dir=parent))
+        self._roots = [Path(tempfile.mkdtemp(prefix="rollproof-", dir=workdir))]
+        if os.access(_TMPFS, os.W_OK):
+            self._roots.insert(0, Path(tempfile.mkdtemp(prefix="rollproof-", dir=_TMPFS)))
         self._count = 0
         self._current: Path | None = None
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
         """Write the folder, have vLLM load it in place, and delete the one before it."""
-        self._count += 1
-        folder = self._root / str(self._count)
+        folder = self.next_folder(adapter)
         try:
             await asyncio.to_thread(write_folder, folder, adapter)
             await _load(engine, name, int_id, folder)
@@ -47,14 +47,27 @@ class DiskSync:
                 await engine.remove_lora(int_id)
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        if self._current is not None:
-            shutil.rmtree(self._current)
+        self.unloaded()
         self._current = folder
         return str(folder)
 
+    def next_folder(self, adapter: PlainAdapter) -> Path:
+        """A folder that isn't there yet, on the first root that has room for two such adapters."""
+        self._count += 1
+        size = sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors.values())
+        roomy = [root for root in self._roots if shutil.disk_usage(root).free > 2 * size]
+        return (roomy or self._roots[-1:])[0] / str(self._count)
+
+    def unloaded(self) -> None:
+        """Delete the folder of the last adapter."""
+        if self._current is not None:
+            shutil.rmtree(self._current)
+            self._current = None
+
     def close(self) -> None:
         """Delete the folders."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        for root in self._roots:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 async def _load(engine: AsyncLLM, name: str, int_id: int, folder: Path) -> None:

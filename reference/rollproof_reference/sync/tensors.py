@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save
 
@@ -22,11 +22,28 @@ class TensorSync:
 
     name = "tensors"
 
+    def __init__(self) -> None:
+        self._last: tuple[dict[str, Any], bytes] | None = None
+
     async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
         """Serialise the tensors and swap them in on every worker."""
-        blob = await asyncio.to_thread(save, adapter.tensors)
-        await engine.collective_rpc("rollproof_swap", args=(int_id, adapter.config, blob))
+        new = adapter.config, await asyncio.to_thread(save, adapter.tensors)
+        try:
+            await engine.collective_rpc("rollproof_swap", args=(int_id, *new))
+        except Exception:
+            # The worker that failed has put the old adapter back; others may have gone on to the new.
+            if self._last is not None:
+                await engine.collective_rpc("rollproof_swap", args=(int_id, *self._last))
+            else:
+                await engine.remove_lora(int_id)
+            raise
+        self._last = new
         return _NO_FOLDER
 
+    def unloaded(self) -> None:
+        """Forget the last adapter."""
+        self._last = None
+
     def close(self) -> None:
-        """Nothing is held outside the engine."""
+        """Forget the last adapter."""
+        self._last = None
