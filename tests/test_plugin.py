@@ -22,10 +22,10 @@ if "rollproof" not in {point.name for point in entry_points(group="pytest11")}:
     CLAUSES = (*CLAUSES, "-p", "rollproof.plugin")  # not installed, only on the path
 
 
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *args: str, clauses: bool = True) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     env["OMP_NUM_THREADS"] = "1"  # xdist's workers would fight for the cores
-    command = [sys.executable, "-m", "pytest", *CLAUSES, *args]
+    command = [sys.executable, "-m", "pytest", *(CLAUSES if clauses else CLAUSES[2:]), *args]
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -151,6 +151,24 @@ def test_a_run_of_nothing_is_not_green(tmp_path: Path):
     found = run(tmp_path, "--rollout", "toy:make", "-k", "no_such_clause")
     assert found.returncode != 0
     assert "rollproof: no clause was run" in found.stdout
+
+
+def test_a_run_without_clauses_is_not_green_for_a_rollout(tmp_path: Path):
+    (tmp_path / "test_own.py").write_text("def test_own(): pass")
+    found = run(tmp_path, "test_own.py", "--rollout", "toy:make", clauses=False)
+    assert found.returncode == 1
+    assert "rollproof: no clause was run" in found.stdout
+
+
+def test_other_runs_keep_their_own_options(tmp_path: Path):
+    options = ["--model", "--seed", "--only", "--report", "--dtype"]
+    lines = "".join(f"    parser.addoption({option!r})\n" for option in options)
+    (tmp_path / "conftest.py").write_text(f"def pytest_addoption(parser):\n{lines}")
+    (tmp_path / "test_own.py").write_text(
+        "def test_own(pytestconfig): assert pytestconfig.getoption('model') == 'mine'"
+    )
+    found = run(tmp_path, "test_own.py", "--model", "mine", clauses=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_kit_needs_no_engine_and_the_plugin_no_torch():

@@ -44,6 +44,10 @@ class FailureError(Exception):
         self.fatal = fatal
 
 
+class RaisedError(FailureError):
+    """A call of the rollout raised. Where the protocol asks it to raise, that is no failure."""
+
+
 class NotApplicableError(Exception):
     """The clause says nothing about this rollout."""
 

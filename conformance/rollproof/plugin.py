@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,25 @@ _HELP = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--rollout`` and an option for every setting."""
+    """Add the options where the command line asks for clauses."""
+    _add_options(parser, sys.argv)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
+    """Add them where pytest was called otherwise: by ``pytest.main``, or by xdist in a worker."""
+    _add_options(parser, args)
+
+
+_with_options = weakref.WeakSet[pytest.Parser]()
+
+
+def _add_options(parser: pytest.Parser, args: Sequence[str]) -> None:
+    # They have everyday names, which a project's own conftest may want in all its other runs.
+    asked = any("rollproof.clauses" in arg or arg.startswith("--rollout") for arg in args)
+    if not asked or parser in _with_options:
+        return
+    _with_options.add(parser)
     group = parser.getgroup("rollproof", "judging an RL rollout")
     group.addoption("--rollout", metavar="PKG.MOD:FACTORY[,KEY=VALUE]", help="the rollout to judge")
     group.addoption("--report", metavar="DIR", type=Path, help="write report.json, .md, junit.xml here")
@@ -52,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options and import the rollout's factory before anything starts."""
-    if not config.getoption("rollout"):
+    if not config.getoption("rollout", None):
         return
     try:
         only = tuple(filter(None, config.getoption("only").split(",")))
@@ -159,6 +179,7 @@ class Judging:
         self._loop: asyncio.Runner | None = None
         self._runner: Runner | None = None
         self._results: list[Result] = []
+        self._troubles: list[str] = []
         self._facts: dict[str, Any] = {}
 
     def run(self, clause: Clause) -> Result:
@@ -181,7 +202,10 @@ class Judging:
         return f"rollproof: judging {self._target.text} with {model}, seed {self._settings.seed}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Gather results, also those that xdist's workers send."""
+        """Gather results, also those that xdist's workers send, and clauses that came to none."""
+        names = {name for name, _ in report.user_properties}
+        if report.failed and "clause" in names and "rollproof" not in names:
+            self._troubles.append(f"{report.nodeid} came to no result in its {report.when}")
         for name, value in report.user_properties:
             if report.when == "call" and name == "rollproof":
                 found = json.loads(str(value))
@@ -191,17 +215,15 @@ class Judging:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """End the rollout, write the report, and leave no empty run green."""
-        self._finish(session)
+        self._finish()
         if hasattr(self._config, "workerinput"):
             return
-        if self._results:
+        if self._results and self._config.getoption("report"):
             from .report import write
 
-            report = self._report()
-            if self._config.getoption("report"):
-                write(report, self._config.getoption("report"))
-            if not report.ok and session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            write(self._report(), self._config.getoption("report"))
+        if not self._ok() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say how it came out in one line."""
@@ -211,24 +233,30 @@ class Judging:
         report = self._report()
         counts = ", ".join(f"{count} {name}" for name, count in report.totals().items() if count)
         verdict = "conforms" if report.ok else "does not conform"
+        for trouble in report.troubles:
+            terminalreporter.write_line(f"rollproof: {trouble}", red=True)
         terminalreporter.write_line(f"rollproof: {self._target.text} {verdict} ({counts})")
         if folder := self._config.getoption("report"):
             terminalreporter.write_line(f"rollproof: report in {folder}")
 
-    def _finish(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take over what went wrong in one of xdist's workers."""
+        self._troubles += getattr(node, "workeroutput", {}).get("rollproof_troubles", [])
+
+    def _finish(self) -> None:
         if self._loop is None or self._runner is None:
             return
-        from .outcome import FailureError
-
         try:
             self._loop.run(self._runner.close())
-        except FailureError as error:
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            if reporter is not None:
-                reporter.write_line(f"rollproof: the rollout did not end: {error}", red=True)
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         finally:
             self._loop.close()
+        self._troubles += self._runner.report.troubles
+        if output := getattr(self._config, "workeroutput", None):
+            output["rollproof_troubles"] = self._troubles
+
+    def _ok(self) -> bool:
+        return bool(self._results) and self._report().ok
 
     def _folder(self) -> Path | None:
         folder: Path | None = self._config.getoption("report")
@@ -250,4 +278,5 @@ class Judging:
             self._facts["capabilities"],
             self._facts["details"],
             self._results,
+            self._troubles,
         )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from .calibrate import Calibration
 from .factory import Target, load
 from .history import History
 from .models import make_model
-from .oracle import Oracle
+from .oracle import ModelError, Oracle
 from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
 from .protocol import RolloutFactory, RolloutSpec
 from .session import SIZES, Session
@@ -41,13 +43,15 @@ class Report:
     capabilities: list[str] = field(default_factory=list)
     details: dict[str, str] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+    """What went wrong outside of a clause: the rollout did not end, a clause came to no result."""
 
     @property
     def ok(self) -> bool:
-        """Something passed, and nothing failed or could not be judged."""
+        """Something passed, nothing failed or could not be judged, and nothing else went wrong."""
         totals = self.totals()
         bad = totals[Outcome.FAIL] + totals[Outcome.ERROR] + totals[Outcome.BLOCKED]
-        return bad == 0 and totals[Outcome.PASS] > 0
+        return bad == 0 and totals[Outcome.PASS] > 0 and not self.troubles
 
     def totals(self) -> dict[Outcome, int]:
         """How many clauses came out each way."""
@@ -71,7 +75,7 @@ class Runner:
         self._scratch = tempfile.TemporaryDirectory(prefix="rollproof-")
         self._stream = None if folder is None else (folder / "history.jsonl").open("w", encoding="utf-8")
         self._session: Session | None = None
-        self._oracle: Oracle | None = None
+        self._oracles: dict[tuple[str, str], Oracle] = {}
         self._calibration: Calibration | None = None
 
     async def run(self, clause: Clause) -> Result:
@@ -91,9 +95,11 @@ class Runner:
         return result
 
     async def close(self) -> None:
-        """End the rollout and delete what the run made. Raises FailureError if it doesn't end."""
+        """End the rollout and delete what the run made. A rollout that doesn't end is a trouble."""
         try:
             await self._end()
+        except FailureError as failure:
+            self.report.troubles.append(f"the rollout did not end: {failure}")
         finally:
             if self._stream is not None:
                 self._stream.close()
@@ -126,6 +132,8 @@ class Runner:
             except FailureError as second:
                 return Outcome.FAIL, f"{failure}; then {second}"
             return Outcome.FAIL, str(failure)
+        except ModelError as error:
+            return Outcome.ERROR, str(error)
         except Exception as error:
             return Outcome.ERROR, f"the kit broke: {told(error)}\n{traceback.format_exc()}"
 
@@ -150,19 +158,27 @@ class Runner:
         history = History(stream=self._stream)
         history.note("rollout started", rollout=self._target.text, model=spec.model_path)
         subject = Subject(self._target.start, spec, history, Deadlines(settings.deadline_scale))
+        self._oracle_for(spec)  # a model or device that can't be had is told before the rollout starts
         try:
             await subject.open()
             self.report.dtype = subject.spec.dtype
             self.report.details = subject.details
             self.report.capabilities = sorted(map(str, subject.capabilities))
-            if self._oracle is None or self._calibration is None:
-                dtype = getattr(torch, subject.spec.dtype)
-                self._oracle = Oracle(subject.spec.model_path, dtype, settings.oracle_device)
-                self._calibration = Calibration(self._oracle, settings.seed, SIZES)
+            oracle = self._oracle_for(subject.spec)
+            if self._calibration is None or self._calibration.oracle is not oracle:
+                self._calibration = Calibration(oracle, settings.seed, SIZES)
+            return Session(subject, oracle, self._calibration)
         except BaseException:
-            await subject.close()
+            with suppress(FailureError):
+                await subject.close()
             raise
-        return Session(subject, self._oracle, self._calibration)
+
+    def _oracle_for(self, spec: RolloutSpec) -> Oracle:
+        key = spec.model_path, spec.dtype
+        if key not in self._oracles:
+            dtype = getattr(torch, spec.dtype)
+            self._oracles[key] = Oracle(spec.model_path, dtype, self._settings.oracle_device)
+        return self._oracles[key]
 
     def _model(self) -> str:
         made = Path(self._scratch.name, "tiny-qwen2")
@@ -177,7 +193,8 @@ class Runner:
 
     def _reproduce(self, clause: Clause) -> str:
         options = self._settings.options()
-        return f"pytest --pyargs rollproof.clauses --rollout {self._target.text}{options} --only {clause.id}"
+        rollout = shlex.quote(self._target.text)
+        return f"pytest --pyargs rollproof.clauses --rollout {rollout}{options} --only {clause.id}"
 
 
 async def check_rollout(
@@ -189,7 +206,7 @@ async def check_rollout(
     """Judge a rollout: a factory, or its name as ``--rollout`` takes it.
 
     ``options`` go to the factory. ``folder``, an existing one, gets the history as JSON lines. Raises
-    FactoryError, SettingsError, UnknownClauseError or ModelError for bad input, before anything starts.
+    FactoryError, SettingsError or UnknownClauseError for bad input, before anything starts.
     """
     target = load(factory) if isinstance(factory, str) else Target(_name(factory), factory)
     target = replace(target, options=target.options | options)

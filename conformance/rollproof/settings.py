@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Settings:
         default: dict[str, Any] = {field.name: field.default for field in fields(self)}
         del default["only"]
         return "".join(
-            f" --{name.replace('_', '-')} {value}"
+            f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
             for name in default
             if (value := getattr(self, name)) != default[name] or name == "seed"
         )

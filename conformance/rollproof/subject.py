@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .history import Exchange, History
-from .outcome import FailureError
+from .outcome import FailureError, RaisedError
 from .protocol import (
     Adapter,
     Capability,
@@ -30,7 +30,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that a call may take before it counts as hung, all scaled together."""
+    """Seconds that a call may take before it counts as hung, all scaled together.
+
+    Only what leaves the event loop running can be cut short.
+    """
 
     scale: float = 1.0
     start: float = 600.0
@@ -54,14 +57,13 @@ class Subject:
         self._stop = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._rollout: Rollout | None = None
-        self._foreign: list[LoadedAdapter] = []
 
     async def open(self) -> None:
         """Start the rollout and read what it declares."""
         ready: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         # The context is entered and left in one task, which contexts may rely on.
         self._life = asyncio.create_task(self._live(ready))
-        rollout = await self._within("start", ready)
+        rollout = await self._within("start", lambda: ready)
         declared = getattr(rollout, "capabilities", None)
         if not isinstance(declared, frozenset | set):
             raise FailureError(f"the rollout's capabilities are {declared!r}: not a frozenset", fatal=True)
@@ -74,8 +76,6 @@ class Subject:
         self.inventory_bound = int(getattr(rollout, "inventory_bound", 1))
         self.details = {str(k): str(v) for k, v in getattr(rollout, "details", {}).items()}
         self._rollout = rollout
-        if self.has(Capability.INVENTORY):
-            self._foreign = await self.loaded()
 
     async def close(self) -> None:
         """End the rollout, however far it came."""
@@ -83,7 +83,7 @@ class Subject:
         self._stop.set()
         if self._life is not None:
             life, self._life = self._life, None
-            await self._within("close", life)
+            await self._within("close", lambda: life)
 
     def has(self, capability: Capability) -> bool:
         """Whether the rollout declares a capability."""
@@ -92,17 +92,16 @@ class Subject:
     async def generate(self, request: GenerateRequest) -> Exchange:
         """One completion."""
         started = self.history.request_started(request)
-        completion = await self._within("generate", self._running.generate(request))
+        completion = await self._within("generate", lambda: self._running.generate(request))
         self._check_form(request, completion)
         return self.history.request_ended(request, started, completion)
 
     async def update(self, adapter: Adapter) -> Exception | None:
         """Send an adapter; return what the rollout raised if it refused."""
         update = self.history.update_started(adapter)
-        call = self._running.update_adapter(adapter)
         refusal: Exception | None = None
         try:
-            await self._within("update", call, refusable=True)
+            await self._within("update", lambda: self._running.update_adapter(adapter), refusable=True)
         except FailureError as error:  # it hangs: whether it was applied isn't known
             self.history.update_ended(update, error)
             raise
@@ -112,10 +111,10 @@ class Subject:
         return refusal
 
     async def loaded(self) -> list[LoadedAdapter]:
-        """What the rollout says is loaded, without what was there before it was judged."""
-        found = list(await self._within("inventory", self._running.loaded_adapters()))
+        """What the rollout says is loaded."""
+        found = list(await self._within("inventory", lambda: self._running.loaded_adapters()))
         self.history.inventory(found)
-        return [item for item in found if item not in self._foreign]
+        return found
 
     @property
     def _running(self) -> Rollout:
@@ -133,10 +132,13 @@ class Subject:
                 raise
             ready.set_exception(error)
 
-    async def _within(self, what: str, call: Awaitable[_T], *, refusable: bool = False) -> _T:
-        """Await a call for as long as it may take; an overdue one is left behind."""
+    async def _within(self, what: str, call: Callable[[], Awaitable[_T]], *, refusable: bool = False) -> _T:
+        """Make a call and await it for as long as it may take; an overdue one is left behind."""
         seconds = getattr(self._deadlines, what) * self._deadlines.scale
-        task = asyncio.ensure_future(call)
+        try:
+            task = asyncio.ensure_future(call())
+        except Exception as error:
+            raise RaisedError(f"{what} raised {told(error)}", fatal=True) from error
         try:
             done, _ = await asyncio.wait([task], timeout=seconds)
         except asyncio.CancelledError:
@@ -145,14 +147,18 @@ class Subject:
         if not done:
             task.cancel()
             raise FailureError(f"{what} did not return within {seconds:g} s: it hangs", fatal=True)
+        if task.cancelled():
+            raise FailureError(f"{what} was cancelled inside the rollout", fatal=True)
         try:
             return task.result()
         except Exception as error:
             if refusable:
                 raise
-            raise FailureError(f"{what} raised {told(error)}", fatal=True) from error
+            raise RaisedError(f"{what} raised {told(error)}", fatal=True) from error
 
     def _check_form(self, request: GenerateRequest, completion: Completion) -> None:
+        if not isinstance(completion, Completion):
+            raise FailureError(f"generate returned a {type(completion).__name__}, not a Completion")
         n_tokens, most = len(completion.token_ids), request.max_tokens
         short = n_tokens < most and completion.finish_reason != "stop"
         if not 1 <= n_tokens <= most or short:

@@ -34,6 +34,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "capabilities": report.capabilities,
         "details": report.details,
         "ok": report.ok,
+        "troubles": report.troubles,
         "totals": {str(outcome): count for outcome, count in report.totals().items()},
         "results": [result.to_json() for result in report.results],
     }
@@ -59,6 +60,7 @@ def _markdown(data: dict[str, Any]) -> str:
         f"- Versions: {', '.join(f'{name} {version}' for name, version in data['versions'].items())}",
         f"- Declared: {', '.join(data['capabilities']) or 'nothing'}",
         *(f"- {name}: {value}" for name, value in data["details"].items()),
+        *(f"- **Trouble: {trouble}**" for trouble in data["troubles"]),
         "",
         "| clause | level | outcome | seconds | what was seen |",
         "|---|---|---|---:|---|",
