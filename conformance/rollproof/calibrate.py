@@ -11,7 +11,8 @@ import torch
 
 from .judge import POWER, Tolerance, rms
 from .models import make_adapter
-from .oracle import BASE, Oracle
+from .oracle import BASE, Oracle, Sample
+from .protocol import Adapter
 
 STRENGTHS = (0.5, 1.0, 0.2)
 """Candidates for an adapter's change of each weight, in standard deviations of that weight."""
@@ -33,7 +34,7 @@ class Calibration:
     """
 
     def __init__(self, oracle: Oracle, seed: int, sizes: Sequence[Size]) -> None:
-        self._oracle = oracle
+        self.oracle = oracle
         self._seed = seed
         self._measured: dict[tuple[float, Size], tuple[Tolerance, float]] = {}
         powers: dict[float, float] = {}
@@ -47,13 +48,23 @@ class Calibration:
         """What is allowed for completions of this size; measured when first asked for."""
         return self._trial(self.strength, size)[0]
 
+    def measure(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
+        """An adapter's own tolerance, and its least distance in nats from the base model."""
+        generator = torch.Generator().manual_seed(self._seed)
+        self.oracle.add(adapter)
+        samples = _complete(self.oracle, adapter.version, *size, generator)
+        tolerance = Tolerance.from_noise(self.oracle.noise(adapter.version, samples))
+        effect = min(_apart(self.oracle, adapter.version, BASE, samples))
+        self.oracle.forget(adapter.version)
+        return tolerance, effect
+
     def _power(self, strength: float, size: Size) -> float:
         tolerance, effect = self._trial(strength, size)
         return effect / tolerance.completion
 
     def _trial(self, strength: float, size: Size) -> tuple[Tolerance, float]:
         if (strength, size) not in self._measured:
-            self._measured[strength, size] = trial(self._oracle, strength, *size, self._seed)
+            self._measured[strength, size] = trial(self.oracle, strength, *size, self._seed)
         return self._measured[strength, size]
 
 
@@ -64,8 +75,6 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     taken on those tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, oracle.vocab_size, (2 * _ROWS, length), generator=generator)
-    prompts = [tuple(row) for row in ids.tolist()]
     first = max(oracle.versions) + 1
     trials = [BASE, first, first + 1]
     for version in trials[1:]:
@@ -73,15 +82,27 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     errors: list[torch.Tensor] = []
     apart: list[float] = []
     for version in trials:
-        samples = [
-            *oracle.sample(version, prompts[:_ROWS], n_tokens, 0.0, generator),
-            *oracle.sample(version, prompts[_ROWS:], n_tokens, 1.0, generator),
-        ]
+        samples = _complete(oracle, version, length, n_tokens, generator)
         errors += oracle.noise(version, samples)
-        own = oracle.score(version, samples)
         for other in (v for v in trials if v != version):
-            theirs = oracle.score(other, samples)
-            apart += [rms(a.logprobs - b.logprobs).item() for a, b in zip(own, theirs, strict=True)]
+            apart += _apart(oracle, version, other, samples)
     for version in trials[1:]:
         oracle.forget(version)
     return Tolerance.from_noise(errors), min(apart)
+
+
+def _complete(
+    oracle: Oracle, version: int, length: int, n_tokens: int, generator: torch.Generator
+) -> list[Sample]:
+    """What a version itself makes of random prompts, greedy and sampled."""
+    ids = torch.randint(0, oracle.vocab_size, (2 * _ROWS, length), generator=generator)
+    prompts = [tuple(row) for row in ids.tolist()]
+    return [
+        *oracle.sample(version, prompts[:_ROWS], n_tokens, 0.0, generator),
+        *oracle.sample(version, prompts[_ROWS:], n_tokens, 1.0, generator),
+    ]
+
+
+def _apart(oracle: Oracle, one: int, two: int, samples: list[Sample]) -> list[float]:
+    pairs = zip(oracle.score(one, samples), oracle.score(two, samples), strict=True)
+    return [rms(a.logprobs - b.logprobs).item() for a, b in pairs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -54,6 +54,10 @@ class Tolerance:
             noise=rms(flat).item(),
             samples=flat.numel(),
         )
+
+    def or_wider(self, other: Tolerance) -> Tolerance:
+        """What both allow."""
+        return Tolerance(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -200,9 +204,9 @@ def surprise_log_bound(scores: Sequence[Scores]) -> float:
 
     The surprises of successive tokens are martingale differences, so Chernoff's bound holds for
     their sum x with the summed log moment generating functions: P(X >= x) <= exp(min over lambda of
-    sum log_mgf(lambda) - lambda x), and the same below with negative lambda. No normal
-    approximation, and never above log 1.
+    sum log_mgf(lambda) - lambda x), and the same below with negative lambda; the best of the
+    LAMBDAS costs a factor of their number. No normal approximation, and never above log 1.
     """
     x = torch.cat([s.surprise for s in scores if s.surprise is not None]).double().sum()
     log_mgf = torch.cat([s.log_mgf for s in scores if s.log_mgf is not None]).double().sum(0)
-    return min(0.0, math.log(2) + float((log_mgf - LAMBDAS.double() * x).min()))
+    return min(0.0, math.log(len(LAMBDAS)) + float((log_mgf - LAMBDAS.double() * x).min()))

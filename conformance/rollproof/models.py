@@ -105,13 +105,14 @@ def make_adapter(
     rank: int = 8,
     **config: Any,
 ) -> Adapter:
-    """A random adapter on every given layer, unlike any other from the same generator.
+    """A random adapter on every given layer that its config targets, unlike any other from ``generator``.
 
     ``weights`` maps layer names to their weights [out, in]. Each layer's change has ``strength``
     times the standard deviation of its weight, whatever its rank and scale. ``config`` goes to
     PEFT's LoraConfig (``rank_pattern``, ``use_rslora``, ...).
     """
     from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
     config.setdefault("lora_alpha", 2 * rank)  # a scale of 2: one that is dropped shows
@@ -119,6 +120,8 @@ def make_adapter(
     lora: LoraConfig = LoraConfig(r=rank, task_type="CAUSAL_LM", **config)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
+        if not check_target_module_exists(lora, name):
+            continue
         n_out, n_in = weight.shape
         ranks, alphas = lora.rank_pattern or {}, lora.alpha_pattern or {}
         rank_here = ranks.get(get_pattern_key(ranks.keys(), name), lora.r)

@@ -8,6 +8,7 @@ The oracle knows no rollout and shares no code with one.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,8 +77,13 @@ class Oracle:
             model = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=dtype, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelError(f"no model can be read from '{model_path}': {error}") from error
-        self._base = model.eval().requires_grad_(False).to(self.device).float()
+        try:
+            model = model.eval().requires_grad_(False).to(self.device)
+        except (AssertionError, RuntimeError) as error:
+            raise ModelError(f"the oracle can't run on {device!r}: {error}") from error
+        self._base = _in_dtype(model, torch.float32)
         self.vocab_size = int(self._base.config.vocab_size)
+        self.depth = int(self._base.config.num_hidden_layers)
         self._adapters: dict[int, Adapter] = {}
         self._merged: OrderedDict[int, Any] = OrderedDict()
 
@@ -94,6 +100,30 @@ class Oracle:
             for name, module in self._base.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not output
         }
+
+    def biased_leaves(self) -> list[str]:
+        """The last name parts of linear layers that have a bias."""
+        modules = dict(self._base.named_modules())
+        leaves = {name.rpartition(".")[2] for name in self.layers() if modules[name].bias is not None}
+        return sorted(leaves)
+
+    @property
+    def output_layer(self) -> str:
+        """The name of the layer that gives the logits."""
+        output = self._base.get_output_embeddings()
+        names = [str(name) for name, module in self._base.named_modules() if module is output]
+        return names[0]
+
+    def peft_state(self, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        """A LoraConfig with these options, and the state that PEFT would save for it, on the CPU."""
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+        config = LoraConfig(task_type="CAUSAL_LM", **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT takes a bias for a shard of a matrix
+            model = get_peft_model(copy.deepcopy(self._base), copy.deepcopy(config))
+            state = get_peft_model_state_dict(model, save_embedding_layers=False)
+        return config, {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def add(self, adapter: Adapter) -> None:
         """Learn a version. Its tensors are copied, rounded to the rollout's dtype."""
@@ -135,11 +165,11 @@ class Oracle:
         engines serve it. The truth is float32, or float64 for a float32 rollout.
         """
         if self.dtype == torch.float32:
-            exact = copy.deepcopy(self._model(version)).double()
+            exact = _in_dtype(copy.deepcopy(self._model(version)), torch.float64)
             noisy = [self._model(version), self._unmerged(version)]
         else:
             exact = self._model(version)
-            noisy = [copy.deepcopy(exact).to(self.dtype), self._unmerged(version).to(self.dtype)]
+            noisy = [_in_dtype(m, self.dtype) for m in (copy.deepcopy(exact), self._unmerged(version))]
         truth = [
             _token_logprobs(row, s) for row, s in zip(self._logits(exact, sequences), sequences, strict=True)
         ]
@@ -225,6 +255,13 @@ class Oracle:
         if loaded.unexpected_keys or lost:
             raise ValueError(f"PEFT places not all of version {version}: {loaded.unexpected_keys or lost}")
         return model
+
+
+def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The weights in another dtype. Buffers stay: engines keep rotary frequencies in float32 too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _token_logprobs(logits: torch.Tensor, sequence: Sample) -> torch.Tensor:

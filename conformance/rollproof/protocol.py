@@ -175,7 +175,7 @@ class Rollout(Protocol):
         ...
 
     async def loaded_adapters(self) -> Sequence[LoadedAdapter]:
-        """The adapters that the engine holds now."""
+        """The adapters of this rollout that the engine holds now; not those that others loaded."""
         ...
 
 

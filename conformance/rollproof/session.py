@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .calibrate import Calibration
+from .calibrate import ENOUGH, Calibration
 from .history import Exchange
 from .judge import POWER, Scored, Tolerance, Verdict, judge
 from .models import make_adapter
@@ -46,6 +46,7 @@ class Session:
         self.oracle = oracle
         self.updated = False
         self._calibration = calibration
+        self._own: dict[int, Tolerance] = {}
         self._generator = torch.Generator()
 
     def reseed(self, seed: int, text: str) -> None:
@@ -57,9 +58,41 @@ class Session:
         """A new adapter of the next version, unlike all before (options: see ``make_adapter``)."""
         version = max(self.oracle.versions) + 1
         options.setdefault("rank", min(8, self.subject.spec.max_lora_rank))
-        strength = self._calibration.strength
-        layers = self.oracle.layers()
-        return make_adapter(layers, version, self._generator, strength=strength, **options)
+        options.setdefault("strength", self._calibration.strength)
+        return make_adapter(self.oracle.layers(), version, self._generator, **options)
+
+    def strong_adapter(self, **options: Any) -> Adapter:
+        """An adapter that lives in few modules, made strong enough to stand out of the noise.
+
+        Its own noise is measured too, since a strong change can amplify it.
+        """
+        for factor in (1, 2, 4, 8):
+            adapter = self.adapter(strength=factor * self._calibration.strength, **options)
+            own, effect = self._calibration.measure(adapter, SIZES[0])
+            allowed = own.or_wider(self._calibration.tolerance(SIZES[0]))
+            if effect >= ENOUGH * allowed.completion:
+                break
+        self._own[adapter.version] = own
+        return adapter
+
+    def peft_adapter(self, **options: Any) -> Adapter:
+        """An adapter as PEFT itself makes it for a config, with random weights: for other than A and B."""
+        version = max(self.oracle.versions) + 1
+        options.setdefault(
+            "target_modules", sorted({name.rpartition(".")[2] for name in self.oracle.layers()})
+        )
+        config, state = self.oracle.peft_state(r=8, lora_alpha=16, **options)
+        tensors = {}
+        for name, tensor in state.items():
+            noise = torch.randn(tensor.shape, generator=self._generator)
+            fresh = ".lora_A." in name or ".lora_B." in name
+            tensors[name] = noise / tensor.shape[-1] ** 0.5 if fresh else tensor * (1 + 0.3 * noise)
+        return Adapter(version, config, tensors)
+
+    async def offer(self, adapter: Adapter) -> Exception | None:
+        """Send an adapter that has to be refused, and of which the oracle knows nothing."""
+        self.updated = True
+        return await self.subject.update(adapter)
 
     async def push(self, adapter: Adapter) -> Exception | None:
         """Send an adapter; return what the rollout raised if it refused."""
@@ -153,7 +186,10 @@ class Session:
         """What is allowed for completions of this size, measured once with the oracle alone."""
         length = max(len(e.request.prompt_token_ids) for e in exchanges)
         n_tokens = max(e.request.max_tokens for e in exchanges)
-        return self._calibration.tolerance((length, n_tokens))
+        tolerance = self._calibration.tolerance((length, n_tokens))
+        for version in {version for e in exchanges for version in self._admitted(e)}:
+            tolerance = tolerance.or_wider(self._own.get(version, tolerance))
+        return tolerance
 
     def _admitted(self, exchange: Exchange) -> list[int]:
         return self.subject.history.admitted(exchange)
