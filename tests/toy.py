@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from rollproof.oracle import BASE, Oracle
+from rollproof.oracle import BASE, Oracle, Sample
 from rollproof.protocol import (
     Adapter,
     Capability,
@@ -51,9 +51,22 @@ class Toy:
             raise ValueError(f"rank {adapter.config.r} is too large")
         if self.fault == "hangs":
             await asyncio.Event().wait()
+        if adapter.version == self._version:
+            if adapter.digest() != self._digest:
+                raise ValueError(f"version {adapter.version} came again, with other tensors")
+            return
+        bad = [name for name, tensor in adapter.tensors.items() if not tensor.isfinite().all()]
+        if bad or not adapter.tensors:
+            raise ValueError(f"not finite: {bad}, of {len(adapter.tensors)} tensors")
         self._model.add(adapter)
+        try:
+            self._model.score(adapter.version, [Sample((1, 2), (3,))])  # PEFT refuses what it can't place
+        except Exception:
+            self._model.forget(adapter.version)
+            raise
         if self.fault != "forgets" or self._version == BASE:
             self._version = adapter.version
+            self._digest = adapter.digest()
 
     async def loaded_adapters(self) -> list[LoadedAdapter]:
         return [LoadedAdapter("policy", 1)] if self._version else []

@@ -32,7 +32,9 @@ async def idle(session: Session) -> str:
                 "turn prefix caching on to have this judged"
             )
         await session.serve(newer)
-        told = session.verify(await session.ask([request]), stale={_STALE: (older.version, hit)})
+        told = session.verify(
+            await session.ask([request]), stale={_STALE: (older.version, min(hit, length - 1))}
+        )
         return f"{hit} of {length} prompt tokens came from the cache before the update; after it {told}"
 
     return await session.grow(attempt, length)
@@ -40,7 +42,7 @@ async def idle(session: Session) -> str:
 
 def _telling_prompt(session: Session, length: int, n_tokens: int, older: int, newer: int) -> tuple[int, ...]:
     """Of some fresh prompts the one that stale KV would move most, by the oracle alone."""
-    oracle, kept = session.oracle, length // _BLOCK * _BLOCK
+    oracle, kept = session.oracle, max(1, min(length // _BLOCK * _BLOCK, length - 1))
     samples = oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
     fresh, stale = oracle.score(newer, samples), oracle.score(newer, samples, (older, kept))
     apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]

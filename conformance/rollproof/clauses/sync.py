@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..outcome import FailureError
+import asyncio
+from dataclasses import replace
+
+from ..outcome import FailureError, RaisedError
 from ..protocol import Capability
 from ..session import MAX_TOKENS, Session
 
@@ -18,7 +21,7 @@ async def before_first_update(session: Session) -> str:
     request = session.requests(session.prompts(1), MAX_TOKENS)[0]
     try:
         await session.subject.generate(request)
-    except FailureError as error:
+    except RaisedError as error:
         return f"refused, as declared: {error}"
     raise FailureError(
         "an adapter request before the first update was answered, and the rollout doesn't declare "
@@ -38,3 +41,31 @@ async def right_version(session: Session) -> str:
         await session.update()
         told = await session.claim(True)
     return f"{UPDATES} updates; last: {told}"
+
+
+async def resent(session: Session) -> str:
+    """One version twice: with the same tensors, and with others."""
+    adapter = await session.update()
+    await session.serve(adapter)
+    told = await session.claim(True)
+    other = replace(session.adapter(), version=adapter.version)
+    if await session.offer(other) is None:
+        raise FailureError(
+            f"update_adapter reported success for version {adapter.version} a second time, with other "
+            "tensors: it has to raise, since nobody can tell the two apart any more",
+            fatal=True,
+        )
+    after = await session.claim(True)
+    return f"the same tensors again: {told}; others refused, the first still serving: {after}"
+
+
+async def concurrent(session: Session) -> str:
+    """Two updates sent at once, the higher version second."""
+    first = session.adapter()
+    session.oracle.add(first)
+    second = session.adapter()
+    errors = await asyncio.gather(session.push(first), session.push(second))
+    if errors[1] is not None:
+        raise FailureError(f"version {second.version}, sent beside {first.version}, was refused: {errors[1]}")
+    older = "served in passing" if errors[0] is None else f"refused ({errors[0]})"
+    return f"version {first.version} {older}; then version {second.version}: {await session.claim(True)}"

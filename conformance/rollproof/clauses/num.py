@@ -1,0 +1,58 @@
+"""NUM: every module counts, each with its own scale, and the tensors stay the trainer's."""
+
+from __future__ import annotations
+
+from ..outcome import FailureError
+from ..session import Session
+
+
+async def each_module(session: Session) -> str:
+    """Adapters that live in one kind of module, or in one layer, right after one that is everywhere."""
+    layers = session.oracle.layers()
+    leaves = sorted({name.rpartition(".")[2] for name in layers})
+    for leaf in leaves:
+        await session.update()
+        await session.serve(session.strong_adapter(target_modules=[leaf]))
+        try:
+            told = await session.claim(True)
+        except FailureError as failure:
+            raise FailureError(f"an adapter on {leaf} alone: {failure}") from failure
+    return f"{', '.join(leaves)}, each alone; last: {told}"
+
+
+async def each_layer(session: Session) -> str:
+    """Adapters in one layer only, by layers_to_transform: the first, the last and one between."""
+    count = session.oracle.depth
+    chosen = sorted({0, count // 2, count - 1})
+    for layer in chosen:
+        await session.update()
+        await session.serve(session.strong_adapter(layers_to_transform=[layer]))
+        try:
+            told = await session.claim(True)
+        except FailureError as failure:
+            raise FailureError(f"an adapter on layer {layer} alone: {failure}") from failure
+    return f"layers {', '.join(map(str, chosen))} of {count}, each alone; last: {told}"
+
+
+async def scale(session: Session) -> str:
+    """alpha below, at and above the rank, and rsLoRA."""
+    for options in ({"lora_alpha": 1}, {"lora_alpha": 8}, {"lora_alpha": 64}, {"use_rslora": True}):
+        await session.update(**options)
+        try:
+            told = await session.claim(True)
+        except FailureError as failure:
+            raise FailureError(f"an adapter of rank 8 with {options}: {failure}") from failure
+    return f"alpha / r of 1/8, 1 and 8, and rsLoRA; last: {told}"
+
+
+async def ownership(session: Session) -> str:
+    """The sender's tensors are not written to, and may be overwritten once the update returned."""
+    adapter = session.adapter()
+    before = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
+    await session.serve(adapter)
+    for name, tensor in adapter.tensors.items():
+        if not tensor.equal(before[name]):
+            raise FailureError(f"update_adapter wrote to the trainer's tensor {name!r}")
+        tensor.fill_(0.5)
+    told = await session.claim(True)
+    return f"unwritten by the update, and overwritten after it: {told}"
