@@ -10,6 +10,7 @@ import torch
 from known_bad import KNOWN_BAD, ODD_BUT_RIGHT, Case, started
 from rollproof import Outcome, Settings, check_rollout
 from rollproof.protocol import RolloutSpec
+from rollproof.spec import clauses
 from rollproof_reference import AsyncRollout
 
 
@@ -28,6 +29,11 @@ async def test_known_bad_fails_exactly_its_clauses(case: Case, running: AsyncRol
     assert not report.ok
     for message in told.values():
         assert case.word in message
+
+
+def test_every_clause_that_must_hold_has_a_victim():
+    killed = {clause_id for case in KNOWN_BAD for clause_id in case.fails}
+    assert {clause.id for clause in clauses() if clause.level == "MUST"} <= killed
 
 
 @pytest.mark.parametrize("case", ODD_BUT_RIGHT, ids=lambda case: case.name)

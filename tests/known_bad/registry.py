@@ -13,7 +13,7 @@ from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
-from . import seed
+from . import seed, updates
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ def _never_removes(spec: RolloutSpec) -> Sync:
 
 KNOWN_BAD = (
     Case("samples-base", seed.SamplesBase, frozenset({"SYNC-002"}), "those of the base model"),
+    Case("answers-too-early", seed.AnswersTooEarly, frozenset({"SYNC-001"}), "it has to raise"),
+    Case(
+        "adapter-for-base",
+        seed.AdapterForBase,
+        frozenset({"BASE-001"}),
+        "expected the base model; these logprobs are those of version",
+    ),
+    Case("reuses-an-id", seed.ReusesAnId, frozenset({"ID-002"}), "no pair with both a new name and a new"),
+    Case("leaks-slowly", seed.LeaksSlowly, frozenset({"LIFE-002"}), "old adapters stay loaded: 2"),
+    Case("cuts-odd-ranks", updates.CutsOddRanks, frozenset({"RANK-001"}), "no candidate's"),
     Case("random-id", seed.RandomId, frozenset({"ID-001"}), "declares a stable id"),
     Case(
         "keeps-old",
@@ -74,6 +84,35 @@ KNOWN_BAD = (
         "expected the base model; these logprobs are those of version",
         engine={"max_loras": 1},
         cpu_only=True,
+    ),
+    Case(
+        "keeps-absent-modules",
+        updates.KeepsAbsentModules,
+        frozenset({"NUM-001", "NUM-002"}),
+        "alone: completion",
+    ),
+    Case("drops-rslora", updates.DropsRsLora, frozenset({"NUM-003"}), "'use_rslora': True"),
+    Case("ignores-patterns", updates.IgnoresPatterns, frozenset({"RANK-002"}), "no candidate's"),
+    Case(
+        "scales-the-trainers",
+        updates.ScalesTheTrainers,
+        frozenset({"NUM-004", "SYNC-004"}),  # sent again, the adapter is another one
+        "tensor",
+    ),
+    Case("reads-late", updates.ReadsLate, frozenset({"NUM-004"}), "no candidate's"),
+    Case("takes-a-version-twice", updates.TakesAVersionTwice, frozenset({"SYNC-004"}), "a second time"),
+    Case("races", updates.Races, frozenset({"SYNC-005"}), "those of version"),
+    Case(
+        "skips-what-it-cannot-place",
+        updates.SkipsWhatItCannotPlace,
+        frozenset({"FAIL-001"}),
+        "success for an adapter with a wrapper's prefix",
+    ),
+    Case(
+        "swallows-errors",
+        updates.SwallowsErrors,
+        frozenset({"SYNC-004", "RANK-003", "FAIL-001", "FAIL-003"}),
+        "",  # four clauses, each in words of its own
     ),
 )
 

@@ -6,6 +6,7 @@ Each is the reference with one thing done as a framework once did it, on the rea
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.lora.request import LoRARequest
@@ -56,8 +57,7 @@ class NeverRemoves(DiskSync):
     """Adds every version under the id that is loaded already, so vLLM keeps the first."""
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
-        self._count += 1
-        folder = self._root / str(self._count)
+        folder = self.next_folder(adapter)
         write_folder(folder, adapter)
         await engine.add_lora(LoRARequest(name, int_id, str(folder)))
         return str(folder)
@@ -92,3 +92,38 @@ class VersionedIds(AsyncRollout):
         self.lora_int_id += 1
         self.lora_name = f"policy-{self.lora_int_id}"
         await super()._commit(version, digest, plain)
+
+
+class AnswersTooEarly(AsyncRollout):
+    """Samples the base before the first sync, without a word in its capabilities (verl#3541)."""
+
+    capabilities = AsyncRollout.capabilities - {Capability.BASE_BEFORE_SYNC}
+
+
+class AdapterForBase(AsyncRollout):
+    """Attaches the adapter to every request, also to those for the base model."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await super().generate(replace(request, adapter=True))
+
+
+class ReusesAnId(AsyncRollout):
+    """Declares a new pair for each version and gives one int id to all of them (AReaL#1193)."""
+
+    capabilities = VERSIONED
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        self.lora_name = f"policy-{version}"
+        await super()._commit(version, digest, plain)
+
+
+class LeaksSlowly(AsyncRollout):
+    """Loads a second copy that nobody removes, once in a long run (vllm-metal#641)."""
+
+    _updates = 0
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await super()._commit(version, digest, plain)
+        self._updates += 1
+        if self._updates == 25:
+            await self.engine.add_lora(LoRARequest("copy", 99, str(self._path)))
