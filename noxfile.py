@@ -60,7 +60,8 @@ def conformance(session: nox.Session) -> None:
     try:
         session.run(
             *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
-            *("-o", "addopts=", "-o", "filterwarnings=", "-v", *given),
+            # This repository's own settings and fixtures are for its own tests.
+            *("-c", os.devnull, "--rootdir", ".", "--noconftest", "-v", *given),
             env=environment(),
         )
     finally:
