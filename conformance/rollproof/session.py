@@ -76,7 +76,10 @@ class Session:
         return adapter
 
     def peft_adapter(self, **options: Any) -> Adapter:
-        """An adapter as PEFT itself makes it for a config, with random weights: for other than A and B."""
+        """An adapter as PEFT itself makes it for a config, with random weights: for other than A and B.
+
+        Its own noise is measured too.
+        """
         version = max(self.oracle.versions) + 1
         options.setdefault(
             "target_modules", sorted({name.rpartition(".")[2] for name in self.oracle.layers()})
@@ -87,7 +90,9 @@ class Session:
             noise = torch.randn(tensor.shape, generator=self._generator)
             fresh = ".lora_A." in name or ".lora_B." in name
             tensors[name] = noise / tensor.shape[-1] ** 0.5 if fresh else tensor * (1 + 0.3 * noise)
-        return Adapter(version, config, tensors)
+        adapter = Adapter(version, config, tensors)
+        self._own[version], _ = self._calibration.measure(adapter, SIZES[0])
+        return adapter
 
     async def offer(self, adapter: Adapter) -> Exception | None:
         """Send an adapter that has to be refused, and of which the oracle knows nothing."""
