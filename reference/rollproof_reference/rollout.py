@@ -120,7 +120,7 @@ class AsyncRollout:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         version = self.version
-        request_id = f"rollproof-{next(self._ids)}"
+        request_id = f"rollproof-{self._life}-{next(self._ids)}"
         self._running.add(request_id)
         try:
             async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
