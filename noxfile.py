@@ -76,6 +76,17 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def known_bad(session: nox.Session) -> None:
+    """Which known-bad rollout fails which clause: printed, and written to conformance/KILLS.md."""
+    install(session, engine(), groups=("test",))
+    session.run(
+        *("python", "-m", "pytest", "tests/test_known_bad.py", "-s", "--kills", "conformance/KILLS.md"),
+        *session.posargs,
+        env=environment(),
+    )
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and format."""
     if session.venv_backend != "none":

@@ -19,6 +19,11 @@ settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True
 settings.register_profile("long", deadline=None, max_examples=20_000, print_blob=True)
 settings.load_profile("ci")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", metavar="FILE", help="write which known-bad rollout fails what")
+
+
 MakeAdapter = Callable[..., Adapter]
 
 

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from known_bad import KNOWN_BAD, ODD_BUT_RIGHT, Case, started
-from rollproof import Outcome, Settings, check_rollout
+from known_bad.kills import markdown
+from rollproof import Outcome, Report, Settings, check_rollout
 from rollproof.protocol import RolloutSpec
+from rollproof.runner import device, versions
 from rollproof.spec import clauses
 from rollproof_reference import AsyncRollout
+
+
+@pytest.fixture(scope="module")
+def kills(pytestconfig: pytest.Config) -> Iterator[dict[str, Report]]:
+    """Every known-bad rollout's report; with ``--kills FILE`` they are written down as a matrix."""
+    reports: dict[str, Report] = {}
+    yield reports
+    if file := pytestconfig.getoption("kills"):
+        docs = {case.name: case.fault for case in KNOWN_BAD}
+        found = versions()
+        told = [f"vLLM {found['vllm']}", f"torch {found['torch']}", device().partition(" ")[0]]
+        text = markdown(reports, docs, told)
+        Path(file).write_text(text, encoding="utf-8")
+        print(text)
 
 
 def settings(spec: RolloutSpec) -> Settings:
@@ -19,10 +37,13 @@ def settings(spec: RolloutSpec) -> Settings:
 
 
 @pytest.mark.parametrize("case", KNOWN_BAD, ids=lambda case: case.name)
-async def test_known_bad_fails_exactly_its_clauses(case: Case, running: AsyncRollout, spec: RolloutSpec):
+async def test_known_bad_fails_exactly_its_clauses(
+    case: Case, running: AsyncRollout, spec: RolloutSpec, kills: dict[str, Report]
+):
     if case.cpu_only and torch.cuda.is_available():
         pytest.skip("a fault of vLLM's CPU kernels")
     report = await check_rollout(functools.partial(started, case, running), settings(spec))
+    kills[case.name] = report
     told = {r.clause: r.message for r in report.results if r.outcome in (Outcome.FAIL, Outcome.ERROR)}
     assert set(told) == case.fails, told
     assert report.outcomes(Outcome.FAIL) == case.fails

@@ -21,7 +21,7 @@ class Case:
     """One rollout: ``fails`` is the exact set, blocked clauses apart; ``word`` is in each message.
 
     ``engine`` are engine arguments that need an engine of its own; ``cpu_only`` marks faults of
-    vLLM's CPU kernels.
+    vLLM's CPU kernels; ``does`` says what is wrong where the fault isn't in the rollout's class.
     """
 
     name: str
@@ -31,6 +31,12 @@ class Case:
     sync: Callable[[RolloutSpec], Sync] = lambda spec: DiskSync(spec.workdir)
     engine: dict[str, Any] = field(default_factory=dict)
     cpu_only: bool = False
+    does: str = ""
+
+    @property
+    def fault(self) -> str:
+        """What it does wrong, in a sentence: its rollout's own, where that isn't the reference."""
+        return self.does or " ".join((self.rollout.__doc__ or "").split())
 
 
 def _tensors(_: RolloutSpec) -> Sync:
@@ -75,6 +81,7 @@ KNOWN_BAD = (
         frozenset({"SYNC-003"}),
         "those of version",
         sync=_never_removes,
+        does="Adds every version under the id that is loaded already, so vLLM keeps the first (verl#3821).",
     ),
     Case(
         "no-lora-config",
@@ -91,6 +98,7 @@ KNOWN_BAD = (
         "expected the base model; these logprobs are those of version",
         engine={"max_loras": 1},
         cpu_only=True,
+        does="Fills vLLM's only slot, which its CPU kernels read for requests without an adapter.",
     ),
     Case(
         "keeps-absent-modules",
