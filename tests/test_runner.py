@@ -9,6 +9,7 @@ import pytest
 
 import toy
 from rollproof import FactoryError, Outcome, Settings, check_rollout
+from rollproof.outcome import FailureError, about
 from rollproof.settings import SettingsError
 from rollproof.spec import UnknownClauseError, clauses, markdown, select
 
@@ -105,6 +106,16 @@ async def test_the_clause_that_saw_the_rollout_die_is_blamed_in_one_line():
     found = await outcomes("dies")
     assert found["SYNC-002"] == (Outcome.FAIL, "generate raised RuntimeError: the engine died")
     assert found["SYNC-003"][0] == Outcome.BLOCKED
+
+
+def test_what_is_put_before_a_failure_leaves_it_as_fatal_as_it_was():
+    for fatal in (True, False):
+        with (
+            pytest.raises(FailureError, match="^on q_proj alone: it hangs$") as told,
+            about("on q_proj alone"),
+        ):
+            raise FailureError("it hangs", fatal=fatal)
+        assert told.value.fatal == fatal
 
 
 async def test_a_rollout_that_does_not_start_fails():

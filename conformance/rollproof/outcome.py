@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -42,6 +44,15 @@ class FailureError(Exception):
     def __init__(self, message: str, *, fatal: bool = False) -> None:
         super().__init__(message)
         self.fatal = fatal
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Put ``what`` before the message of a failure."""
+    try:
+        yield
+    except FailureError as failure:
+        raise FailureError(f"{what}: {failure}", fatal=failure.fatal) from failure
 
 
 class RaisedError(FailureError):

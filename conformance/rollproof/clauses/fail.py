@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..outcome import FailureError
+from ..outcome import FailureError, about
 from ..protocol import Adapter
 from ..session import Session
 from ..subject import told as one_line
@@ -78,10 +78,8 @@ async def broken_tensors(session: Session) -> str:
         adapter, how, _ = _broken(session.adapter(), break_it)
         if await session.offer(adapter) is None:
             raise _accepted(how)
-        try:
+        with about(f"after an adapter with {how} was refused"):
             told = await session.claim(True)
-        except FailureError as failure:
-            raise FailureError(f"after an adapter with {how} was refused: {failure}") from failure
     await session.update()
     after = await session.claim(True)
     return (
@@ -131,10 +129,8 @@ async def unsupported(session: Session) -> str:
     await session.update()
     for name, options in features.items():
         adapter = session.peft_adapter(**options)
-        try:
+        with about(f"an adapter with {name}"):
             error = await session.push(adapter)
             seen = await session.claim(True)
-        except FailureError as failure:
-            raise FailureError(f"an adapter with {name}: {failure}") from failure
         told.append(f"{name} {'served' if error is None else f'refused ({one_line(error)})'}: {seen}")
     return "; ".join(told)

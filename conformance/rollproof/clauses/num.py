@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..outcome import FailureError
+from ..outcome import FailureError, about
 from ..session import Session
 
 
@@ -13,10 +13,8 @@ async def each_module(session: Session) -> str:
     for leaf in leaves:
         await session.update()
         await session.serve(session.strong_adapter(target_modules=[leaf]))
-        try:
+        with about(f"an adapter on {leaf} alone"):
             told = await session.claim(True)
-        except FailureError as failure:
-            raise FailureError(f"an adapter on {leaf} alone: {failure}") from failure
     return f"{', '.join(leaves)}, each alone; last: {told}"
 
 
@@ -27,10 +25,8 @@ async def each_layer(session: Session) -> str:
     for layer in chosen:
         await session.update()
         await session.serve(session.strong_adapter(layers_to_transform=[layer]))
-        try:
+        with about(f"an adapter on layer {layer} alone"):
             told = await session.claim(True)
-        except FailureError as failure:
-            raise FailureError(f"an adapter on layer {layer} alone: {failure}") from failure
     return f"layers {', '.join(map(str, chosen))} of {count}, each alone; last: {told}"
 
 
@@ -38,10 +34,8 @@ async def scale(session: Session) -> str:
     """alpha below, at and above the rank, and rsLoRA."""
     for options in ({"lora_alpha": 1}, {"lora_alpha": 8}, {"lora_alpha": 64}, {"use_rslora": True}):
         await session.update(**options)
-        try:
+        with about(f"an adapter of rank 8 with {options}"):
             told = await session.claim(True)
-        except FailureError as failure:
-            raise FailureError(f"an adapter of rank 8 with {options}: {failure}") from failure
     return f"alpha / r of 1/8, 1 and 8, and rsLoRA; last: {told}"
 
 
