@@ -37,6 +37,45 @@ class Capability(StrEnum):
     """One adapter name and int id for the life of the rollout."""
     VERSIONED_ID = "versioned-id"
     """A new (name, int id) pair for every update, never used twice."""
+    FINISH_ON_OLD = "finish-on-old"
+    """A request in flight during an update is finished with the version it began with."""
+    CONTINUE_MIXED = "continue-mixed"
+    """It goes on with the new weights, on the KV it has or on KV computed anew."""
+    RESTART = "restart"
+    """It is begun again, and all of its tokens are the new version's."""
+    ABORT_IN_FLIGHT = "abort-in-flight"
+    """It raises, or comes back with the tokens it had and ``finish_reason`` "abort"."""
+    CANCEL = "cancel"
+    """Cancelling the task that awaits ``generate`` ends the request in the engine too."""
+    ROUTES = "routes"
+    """Requests can enter in several ways, which the attribute ``routes`` names: API paths, replicas."""
+    SAMPLES = "samples"
+    """``generate_n(request, n)`` gives several completions of one prompt."""
+    PROMPT_LOGPROBS = "prompt-logprobs"
+    """``prompt_logprobs(request)`` scores the tokens of a prompt."""
+    UNLOAD = "unload"
+    """``unload_adapter()`` goes back to the time before the first update."""
+    SLEEP = "sleep"
+    """``sleep(level)`` and ``wake()`` free the device's memory between two steps of training."""
+    COUNTERS = "counters"
+    """``counters()`` says what updates and generation cost so far."""
+    PROCESSES = "processes"
+    """``process_ids()`` names the processes whose memory is the rollout's."""
+    EMBED_TOKENS = "embed-tokens"
+    """Adapters on the embedding are served."""
+    LM_HEAD = "lm-head"
+    """Adapters on the output layer are served."""
+    EXPERTS = "experts"
+    """Adapters on the experts of a mixture-of-experts model are served."""
+
+
+IN_FLIGHT = (
+    Capability.FINISH_ON_OLD,
+    Capability.CONTINUE_MIXED,
+    Capability.RESTART,
+    Capability.ABORT_IN_FLIGHT,
+)
+"""What may become of a request in flight during an update. A rollout declares one, or none."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +147,7 @@ class GenerateRequest:
     Sampling is from the model's own distribution at ``temperature`` (0: greedy): no top-p, top-k,
     penalties or stop strings, and the end-of-sequence token is a token like any other. A rollout
     that has to stop there says so in ``finish_reason``. ``adapter`` False asks the base model.
-    ``route`` names one of the rollout's entries, for rollouts that have several.
+    ``route`` is one of the rollout's ``routes``; "default" for those that declare none.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -157,8 +196,11 @@ class Rollout(Protocol):
 
     When ``update_adapter`` returns, every later request is served by the new version; when it
     raises, the old one still serves. Optional attributes: ``spec`` (the RolloutSpec it honoured),
-    ``inventory_bound`` (the most adapters of its own it keeps loaded; 1 when absent) and ``details``
+    ``inventory_bound`` (the most adapters of its own it keeps loaded; 1 when absent), ``routes``
+    (what ``GenerateRequest.route`` may be), ``sleep_levels`` ((1, 2) when absent) and ``details``
     (a mapping of names to values that go into the report: engine, parallelism, graphs, ...).
+
+    What a rollout declares beyond that it provides by a method of its own; see ``Optional``.
     """
 
     @property
@@ -176,6 +218,46 @@ class Rollout(Protocol):
 
     async def loaded_adapters(self) -> Sequence[LoadedAdapter]:
         """The adapters of this rollout that the engine holds now; not those that others loaded."""
+        ...
+
+
+class Optional(Protocol):
+    """The methods that go with capabilities. A rollout has those that it declares, and no others."""
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> Sequence[Completion]:
+        """``samples``: n completions of one prompt, drawn independently at the request's temperature."""
+        ...
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> Sequence[float]:
+        """``prompt-logprobs``: the logprob of each prompt token but the first, given those before it.
+
+        In nats, under the newest adapter or the base model as the request says; n - 1 numbers for a
+        prompt of n tokens. ``max_tokens``, ``temperature`` and ``seed`` don't matter.
+        """
+        ...
+
+    async def unload_adapter(self) -> None:
+        """``unload``: serve as before the first update. The same version may be sent again then."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """``sleep``: free device memory; no request runs. Level 2 may drop the weights too."""
+        ...
+
+    async def wake(self) -> None:
+        """``sleep``: serve again, exactly what was served before."""
+        ...
+
+    async def counters(self) -> Mapping[str, int]:
+        """``counters``: what was counted since the start, by any of these names.
+
+        "adapter_reads": how often the engine read or received an adapter's weights;
+        "adapter_bytes": how many bytes those were; "engine_steps": forward passes of the model.
+        """
+        ...
+
+    async def process_ids(self) -> Sequence[int]:
+        """``processes``: the ids of the processes on this machine whose memory is the rollout's."""
         ...
 
 
