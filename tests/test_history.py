@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollproof.history import Exchange, History
-from rollproof.oracle import BASE
+from rollproof.candidates import BASE
+from rollproof.history import Exchange, History, Served
 from rollproof.protocol import Adapter, Completion, GenerateRequest
 
 REQUEST = GenerateRequest((1, 2, 3), 4)
@@ -33,7 +33,7 @@ def update(history: History, number: int, error: Exception | None = None) -> Non
 
 def test_before_any_update_it_is_the_base_model():
     history = History()
-    assert history.admitted(ask(history)) == [BASE]
+    assert history.served(ask(history)) == Served((BASE,), ())
 
 
 def test_an_update_that_returned_replaces_all_before_it():
@@ -42,14 +42,14 @@ def test_an_update_that_returned_replaces_all_before_it():
     update(history, 2)
     exchange = ask(history)
     update(history, 3)
-    assert history.admitted(exchange) == [2]
+    assert history.served(exchange) == Served((2,), ())
 
 
 def test_an_update_that_raised_replaces_nothing():
     history = History()
     update(history, 1)
     update(history, 2, ValueError("NaN"))
-    assert history.admitted(ask(history)) == [1]
+    assert history.served(ask(history)) == Served((1,), ())
 
 
 def test_an_update_beside_a_request_may_have_served_it():
@@ -60,7 +60,7 @@ def test_an_update_beside_a_request_may_have_served_it():
     running = history.update_started(version(3))
     exchange = history.request_ended(REQUEST, started, Completion((1,)))
     history.update_ended(running)
-    assert history.admitted(exchange) == [1, 2, 3]
+    assert history.served(exchange) == Served((1,), (2, 3))
 
 
 def test_an_update_beside_a_request_that_raised_in_the_end_never_served():
@@ -69,10 +69,10 @@ def test_an_update_beside_a_request_that_raised_in_the_end_never_served():
     started = history.request_started(REQUEST)
     update(history, 2, ValueError("NaN"))
     exchange = history.request_ended(REQUEST, started, Completion((1,)))
-    assert history.admitted(exchange) == [1]
+    assert history.served(exchange) == Served((1,), ())
 
 
 def test_a_base_request_is_the_base_models_whatever_is_loaded():
     history = History()
     update(history, 1)
-    assert history.admitted(ask(history, GenerateRequest((1,), 4, adapter=False))) == [BASE]
+    assert history.served(ask(history, GenerateRequest((1,), 4, adapter=False))) == Served((BASE,), ())

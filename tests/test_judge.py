@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollproof.candidates import BASE
 from rollproof.judge import ERROR_RATE, FLOOR, MARGIN, Scored, Tolerance, judge, surprise_log_bound
-from rollproof.oracle import BASE, Sample, Scores, _reduce
+from rollproof.oracle import Sample, Scores, _reduce
 
 VOCAB, TOKENS = 50, 16
 TIGHT = Tolerance(completion=1e-3, token=1e-3, noise=1e-4, samples=1000)

@@ -10,8 +10,9 @@ import torch
 
 from conftest import MakeAdapter
 from rollproof.calibrate import Calibration, trial
+from rollproof.candidates import BASE, Mixed
 from rollproof.models import SHAPES, make_model
-from rollproof.oracle import BASE, ModelError, Oracle, Sample
+from rollproof.oracle import ModelError, Oracle, Sample
 from rollproof.protocol import Adapter
 from rollproof.session import SIZES
 
@@ -65,8 +66,8 @@ def test_stale_kv_is_between_the_versions(base_oracle: Oracle, adapter: MakeAdap
     for version in (1, 2):
         base_oracle.add(adapter(version))
     new, old = base_oracle.score(2, SAMPLES), base_oracle.score(1, SAMPLES)
-    stale = base_oracle.score(2, SAMPLES, stale=(1, 32))
-    own = base_oracle.score(2, SAMPLES, stale=(2, 32))
+    stale = base_oracle.score(Mixed(((1, 0), (2, 32))), SAMPLES)
+    own = base_oracle.score(Mixed(((2, 0), (2, 32))), SAMPLES)
     for i in range(len(SAMPLES)):
         torch.testing.assert_close(own[i].logprobs, new[i].logprobs, atol=2e-5, rtol=0)
         assert (stale[i].logprobs - new[i].logprobs).abs().max() > 0.1

@@ -16,8 +16,9 @@ import pytest_asyncio
 import torch
 
 from conftest import MakeAdapter
+from rollproof.candidates import BASE
 from rollproof.judge import rms
-from rollproof.oracle import BASE, Oracle, Sample
+from rollproof.oracle import Oracle, Sample
 from rollproof.protocol import Adapter, Completion, GenerateRequest, RolloutSpec
 from rollproof_reference import AdapterError, AsyncRollout, RolloutClosedError, make, start_engine
 from rollproof_reference.sync import Sync

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from rollproof.oracle import BASE, Oracle, Sample
+from rollproof.candidates import BASE
+from rollproof.oracle import Oracle, Sample
 from rollproof.protocol import (
     Adapter,
     Capability,

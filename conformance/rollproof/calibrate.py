@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from .candidates import BASE
 from .judge import POWER, Tolerance, rms
 from .models import make_adapter
-from .oracle import BASE, Oracle, Sample
+from .oracle import Oracle, Sample
 from .protocol import Adapter
 
 STRENGTHS = (0.5, 1.0, 0.2)

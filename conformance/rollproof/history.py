@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from .oracle import BASE
+from .candidates import BASE
 from .protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
 
 
@@ -33,6 +33,15 @@ class Exchange:
     completion: Completion
     started: int
     ended: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Versions in the order of their updates: ``at_start`` may have been the newest when a request
+    started, ``later`` are those whose updates began while it ran."""
+
+    at_start: tuple[int, ...]
+    later: tuple[int, ...]
 
 
 @dataclass
@@ -85,20 +94,22 @@ class History:
         """Record what the rollout said is loaded."""
         self.note("inventory", loaded=[[item.name, item.int_id, item.rank] for item in loaded])
 
-    def admitted(self, exchange: Exchange) -> list[int]:
+    def served(self, exchange: Exchange) -> Served:
         """The versions that may have served a request, by the protocol's promise.
 
-        One that returned before the request started replaced all before it; one that ran beside the
-        request may or may not have served it; one that raised never does. Newest last.
+        An update that returned before the request started replaced all before it; one that raised
+        never serves.
         """
         if not exchange.request.adapter:
-            return [BASE]
-        before, beside = BASE, []
+            return Served((BASE,), ())
+        before, at_start, later = BASE, list[int](), list[int]()
         for update in self.updates:
             if update.error is not None:
                 continue
             if update.ended is not None and update.ended < exchange.started:
                 before = update.version
+            elif update.started < exchange.started:
+                at_start.append(update.version)
             elif update.started < exchange.ended:
-                beside.append(update.version)
-        return [before, *beside]
+                later.append(update.version)
+        return Served((before, *at_start), tuple(later))

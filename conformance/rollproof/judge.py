@@ -13,7 +13,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from .oracle import BASE, LAMBDAS, Scores
+from .candidates import Candidate, name
+from .oracle import LAMBDAS, Scores
 
 MARGIN = 4.0
 """A tolerance is this many times the largest noise that the oracle showed over n samples. If the noise
@@ -64,20 +65,34 @@ class Tolerance:
 class Scored:
     """A completion with the oracle's scores of its T tokens under each candidate.
 
-    ``admitted`` are the candidates that may have served it, the newest last. ``observed`` [T] are
-    the rollout's own logprobs, None if it gives none.
+    ``admitted`` are the candidates that may have served it, the expected one last. ``observed`` [T]
+    are the rollout's own logprobs, None if it gives none. ``prompt_tokens`` is the prompt's length.
     """
 
     tokens: tuple[int, ...]
     temperature: float
     observed: torch.Tensor | None
-    admitted: Sequence[int]
-    scores: Mapping[int, Scores]
+    admitted: Sequence[Candidate]
+    scores: Mapping[Candidate, Scores]
+    prompt_tokens: int = 0
 
     @property
-    def expected(self) -> int:
-        """The newest version that may have served it."""
+    def expected(self) -> Candidate:
+        """What a failure is told against."""
         return self.admitted[-1]
+
+    @property
+    def fitting(self) -> Candidate | None:
+        """The admitted candidate that its logprobs are nearest to; None where they can't say."""
+        if len(self.admitted) == 1:
+            return self.expected
+        if self.observed is None:
+            return None
+        return min(self.admitted, key=lambda candidate: _distance(self, candidate))
+
+    def called(self, candidate: Candidate) -> str:
+        """How a message calls a candidate."""
+        return name(candidate, self.prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -95,30 +110,24 @@ def rms(values: torch.Tensor) -> torch.Tensor:
     return values.double().pow(2).mean(-1).sqrt()
 
 
-def name(version: int) -> str:
-    """How a message calls a version."""
-    return "the base model" if version == BASE else f"version {version}"
-
-
-def judge(scored: Sequence[Scored], tolerance: Tolerance, labels: Mapping[int, str] | None = None) -> Verdict:
-    """Judge the completions of one claim together. ``labels`` renames candidates in messages."""
-    called = {version: name(version) for item in scored for version in item.scores} | dict(labels or {})
+def judge(scored: Sequence[Scored], tolerance: Tolerance) -> Verdict:
+    """Judge the completions of one claim together."""
     failures = []
     for index, item in enumerate(scored):
-        told = _logprob_failure(item, tolerance, called) or _greedy_failure(item, tolerance, called)
+        told = _logprob_failure(item, tolerance) or _greedy_failure(item, tolerance)
         if told:
             failures.append(f"completion {index + 1} of {len(scored)}: {told}")
-    if not failures and (told := _surprise_failure(scored, called)):
+    if not failures and (told := _surprise_failure(scored)):
         failures.append(told)
     more = f" ({len(failures) - 1} more completions fail too)" if len(failures) > 1 else ""
     return Verdict(
         failure=failures[0] + more if failures else "",
-        distance=max((_distance(item, item.expected) for item in scored), default=0.0),
+        distance=max((_distance(i, i.fitting) for i in scored if i.fitting is not None), default=0.0),
         power=min((_separation(item) for item in scored), default=0.0) / tolerance.completion,
     )
 
 
-def _distance(item: Scored, version: int) -> float:
+def _distance(item: Scored, version: Candidate) -> float:
     if item.observed is None:
         return 0.0
     return rms(item.observed - item.scores[version].logprobs).item()
@@ -131,7 +140,7 @@ def _separation(item: Scored) -> float:
     return min((rms(expected - other).item() for other in others), default=math.inf)
 
 
-def _logprob_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, str]) -> str:
+def _logprob_failure(item: Scored, tolerance: Tolerance) -> str:
     if item.observed is None:
         return ""
     if not bool(torch.isfinite(item.observed).all()):
@@ -144,22 +153,23 @@ def _logprob_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, st
     ):
         return ""
     expected, nearest = item.expected, min(distances, key=lambda v: distances[v])
-    wanted = f"expected {called[expected]}"
+    wanted = f"expected {item.called(expected)}"
     if nearest != expected and distances[nearest] <= tolerance.completion:
         return (
-            f"{wanted}; these logprobs are those of {called[nearest]}, {distances[nearest]:.2g} nats from it "
-            f"and {distances[expected]:.2g} from {called[expected]} (allowed {tolerance.completion:.2g})"
+            f"{wanted}; these logprobs are those of {item.called(nearest)}, {distances[nearest]:.2g} nats "
+            f"from it and {distances[expected]:.2g} from {item.called(expected)} (allowed "
+            f"{tolerance.completion:.2g})"
         )
     token = int(worst[expected].argmax())
     return (
         f"{wanted}; these logprobs are {distances[expected]:.2g} nats from it (allowed "
         f"{tolerance.completion:.2g}), at worst {worst[expected][token]:.2g} at token {token} (allowed "
-        f"{tolerance.token:.2g}), and no candidate's: the nearest is {called[nearest]} at "
+        f"{tolerance.token:.2g}), and no candidate's: the nearest is {item.called(nearest)} at "
         f"{distances[nearest]:.2g}"
     )
 
 
-def _greedy_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, str]) -> str:
+def _greedy_failure(item: Scored, tolerance: Tolerance) -> str:
     if item.temperature != 0:
         return ""
     # Both sides of a comparison can be off by a token's tolerance.
@@ -170,32 +180,33 @@ def _greedy_failure(item: Scored, tolerance: Tolerance, called: Mapping[int, str
     gap = gaps[item.expected]
     token = int((gap > allowed).nonzero()[0])
     owner = next((v for v in gaps if bool((gaps[v] <= allowed).all())), None)
-    whose = f"; greedy decoding of {called[owner]} gives these tokens" if owner is not None else ""
+    whose = f"; greedy decoding of {item.called(owner)} gives these tokens" if owner is not None else ""
     return (
-        f"expected greedy tokens of {called[item.expected]}; token {token} is {item.tokens[token]}, "
+        f"expected greedy tokens of {item.called(item.expected)}; token {token} is {item.tokens[token]}, "
         f"{gap[token]:.2g} nats less likely than {int(item.scores[item.expected].top_ids[token])} "
         f"(allowed {allowed:.2g}){whose}"
     )
 
 
-def _surprise_failure(scored: Sequence[Scored], called: Mapping[int, str]) -> str:
+def _surprise_failure(scored: Sequence[Scored]) -> str:
     """Sampled tokens, all of a claim together, against the distribution they claim to come from."""
-    items = [i for i in scored if i.scores[i.expected].surprise is not None and len(i.admitted) == 1]
+    items = [(item, fit) for item in scored if (fit := item.fitting) is not None]
+    items = [(item, fit) for item, fit in items if item.scores[fit].surprise is not None]
     if not items:
         return ""
-    bound = surprise_log_bound([item.scores[item.expected] for item in items])
+    bound = surprise_log_bound([item.scores[fit] for item, fit in items])
     if bound >= math.log(ERROR_RATE):
         return ""
-    common = set.intersection(*(set(item.scores) for item in items))
-    others = {v: surprise_log_bound([item.scores[v] for item in items]) for v in common}
+    common = set.intersection(*(set(item.scores) for item, _ in items))
+    others = {v: surprise_log_bound([item.scores[v] for item, _ in items]) for v in common}
     owner = max(others, key=lambda v: others[v], default=None)
     fits = owner is not None and others[owner] >= math.log(ERROR_RATE)
-    whose = f"; they look sampled from {called[owner]}" if owner is not None and fits else ""
-    expected = ", ".join(sorted({called[item.expected] for item in items}))
+    whose = f"; they look sampled from {items[0][0].called(owner)}" if owner is not None and fits else ""
+    expected = ", ".join(sorted({item.called(fit) for item, fit in items}))
+    count = sum(len(item.tokens) for item, _ in items)
     return (
-        f"expected tokens sampled from {expected}; the {sum(len(i.tokens) for i in items)} sampled tokens "
-        f"are as unlikely as 1 in 10^{-bound / math.log(10):.0f} under it (allowed 1 in "
-        f"10^{-math.log10(ERROR_RATE):.0f}){whose}"
+        f"expected tokens sampled from {expected}; the {count} sampled tokens are as unlikely as 1 in "
+        f"10^{-bound / math.log(10):.0f} under it (allowed 1 in 10^{-math.log10(ERROR_RATE):.0f}){whose}"
     )
 
 

@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
+from .candidates import BASE, Candidate, Mixed
 from .protocol import Adapter
-
-BASE = 0
-"""The version number of the base model; adapters count from 1."""
 
 LAMBDAS = torch.tensor([-8.0, -4.0, -2.0, -1.0, -0.5, -0.25, -0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8])
 """Where the log moment generating function of the surprisal is taken (see ``Scores``)."""
@@ -142,20 +140,13 @@ class Oracle:
         self._merged.pop(version, None)
 
     @torch.inference_mode()
-    def score(
-        self, version: int, sequences: Sequence[Sample], stale: tuple[int, int] | None = None
-    ) -> list[Scores]:
-        """Each sequence under one version, in float32.
-
-        ``stale`` (older version, n) replays a cache fault: the KV of the first n prompt tokens is
-        the older version's, the rest is computed on top of it.
-        """
-        return [
-            _reduce(logits, sequence)
-            for sequence, logits in zip(
-                sequences, self._logits(self._model(version), sequences, stale), strict=True
-            )
-        ]
+    def score(self, candidate: Candidate, sequences: Sequence[Sample]) -> list[Scores]:
+        """Each sequence under one candidate, in float32. A mix is replayed as an engine computes it."""
+        parts = candidate.parts if isinstance(candidate, Mixed) else ((candidate, 0),)
+        models = [(self._model(version), first) for version, first in parts]
+        anew = isinstance(candidate, Mixed) and candidate.recomputed
+        found = (self._recomputed if anew else self._logits)(models, sequences)
+        return [_reduce(logits, sequence) for sequence, logits in zip(sequences, found, strict=True)]
 
     @torch.inference_mode()
     def noise(self, version: int, sequences: Sequence[Sample]) -> list[torch.Tensor]:
@@ -171,11 +162,12 @@ class Oracle:
             exact = self._model(version)
             noisy = [_in_dtype(m, self.dtype) for m in (copy.deepcopy(exact), self._unmerged(version))]
         truth = [
-            _token_logprobs(row, s) for row, s in zip(self._logits(exact, sequences), sequences, strict=True)
+            _token_logprobs(row, s)
+            for row, s in zip(self._logits([(exact, 0)], sequences), sequences, strict=True)
         ]
         errors = []
         for model in noisy:
-            found = self._logits(model, sequences)
+            found = self._logits([(model, 0)], sequences)
             errors.append([_token_logprobs(row, s) for row, s in zip(found, sequences, strict=True)])
         return [torch.stack([error[i] - truth[i] for error in errors]).float() for i in range(len(sequences))]
 
@@ -204,29 +196,44 @@ class Oracle:
         tokens = torch.cat(columns, 1).tolist()
         return [Sample(p, tuple(t), temperature) for p, t in zip(prompts, tokens, strict=True)]
 
-    def _logits(
-        self, model: Any, sequences: Sequence[Sample], stale: tuple[int, int] | None = None
-    ) -> list[torch.Tensor]:
-        """[T, vocab] for the positions that predict each sequence's tokens, on the device."""
+    def _logits(self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample]) -> list[torch.Tensor]:
+        """[T, vocab] for the positions that predict each sequence's tokens, on the device.
+
+        ``models`` are (model, first position it computes); each goes on from the KV of those before.
+        """
         found: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
         groups: dict[tuple[int, int], list[int]] = {}
         for index, sequence in enumerate(sequences):
             groups.setdefault((len(sequence.prompt), len(sequence.tokens)), []).append(index)
-        for (_, n_tokens), members in groups.items():
+        for (n_prompt, n_tokens), members in groups.items():
             rows = [[*sequences[i].prompt, *sequences[i].tokens] for i in members]
-            ids, cache = torch.tensor(rows, device=self.device), None
-            if stale is not None:
-                older, kept = stale
-                cache = self._model(older)(input_ids=ids[:, :kept], use_cache=True).past_key_values
-                ids = ids[:, kept:]
-            output = model(
-                input_ids=ids,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                logits_to_keep=n_tokens + 1,
-            )
+            ids, cache, pieces = torch.tensor(rows, device=self.device), None, []
+            ends = [first for _, first in models[1:]] + [n_prompt + n_tokens]
+            for (model, first), end in zip(models, ends, strict=True):
+                kept = min(end - first, end - n_prompt + 1)  # none is told as one and dropped: 0 means all
+                output = model(
+                    input_ids=ids[:, first:end],
+                    past_key_values=cache,
+                    use_cache=len(models) > 1,
+                    logits_to_keep=max(1, kept),
+                )
+                cache = output.past_key_values
+                pieces.append(output.logits[:, -kept:] if kept > 0 else output.logits[:, :0])
+            logits = torch.cat(pieces, 1)
             for row, index in enumerate(members):
-                found[index] = output.logits[row, :-1]
+                found[index] = logits[row, :-1]
+        return found
+
+    def _recomputed(
+        self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample]
+    ) -> list[torch.Tensor]:
+        """As ``_logits``, where each model computes all KV before its first position anew."""
+        alone = [self._logits([(model, 0)], sequences) for model, _ in models]
+        found = [logits.clone() for logits in alone[0]]
+        for (_, first), logits in zip(models[1:], alone[1:], strict=True):
+            for index, sequence in enumerate(sequences):
+                token = max(0, first - len(sequence.prompt) + 1)
+                found[index][token:] = logits[index][token:]
         return found
 
     def _model(self, version: int) -> Any:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from .calibrate import ENOUGH, Calibration
+from .candidates import Candidate
+from .flight import policy
 from .history import Exchange
-from .judge import POWER, Scored, Tolerance, Verdict, judge
 from .models import make_adapter
-from .oracle import BASE, Oracle, Sample
+from .oracle import Oracle
 from .outcome import FailureError, UnderpoweredError
 from .protocol import Adapter, GenerateRequest
 from .subject import Subject, told
+from .verify import Verifier
 
 PROMPT_TOKENS = 24
 PROMPTS = 8
@@ -33,10 +35,6 @@ GROWTH = 4
 SIZES = ((PROMPT_TOKENS, MAX_TOKENS), (LONG_PROMPT, MAX_TOKENS))
 """The sizes of completion that every run asks for."""
 
-RIVALS = 4
-"""How many of the latest other versions a claim is set against, beside the base model. A failure is
-matched against all of them."""
-
 
 class Session:
     """A rollout under test, the oracle, and a source of prompts and adapters."""
@@ -44,9 +42,9 @@ class Session:
     def __init__(self, subject: Subject, oracle: Oracle, calibration: Calibration) -> None:
         self.subject = subject
         self.oracle = oracle
+        self.verifier = Verifier(oracle, calibration, subject.history, policy(subject.capabilities))
         self.updated = False
         self._calibration = calibration
-        self._own: dict[int, Tolerance] = {}
         self._generator = torch.Generator()
 
     def reseed(self, seed: int, text: str) -> None:
@@ -72,7 +70,7 @@ class Session:
             allowed = own.or_wider(self._calibration.tolerance(SIZES[0]))
             if effect >= ENOUGH * allowed.completion:
                 break
-        self._own[adapter.version] = own
+        self.verifier.learn(adapter.version, own)
         return adapter
 
     def peft_adapter(self, **options: Any) -> Adapter:
@@ -91,7 +89,8 @@ class Session:
             fresh = ".lora_A." in name or ".lora_B." in name
             tensors[name] = noise / tensor.shape[-1] ** 0.5 if fresh else tensor * (1 + 0.3 * noise)
         adapter = Adapter(version, config, tensors)
-        self._own[version], _ = self._calibration.measure(adapter, SIZES[0])
+        own, _ = self._calibration.measure(adapter, SIZES[0])
+        self.verifier.learn(version, own)
         return adapter
 
     async def offer(self, adapter: Adapter) -> Exception | None:
@@ -164,72 +163,6 @@ class Session:
                 if n_tokens > longest:
                     raise
 
-    def verify(self, exchanges: Sequence[Exchange], stale: dict[int, tuple[int, int]] | None = None) -> str:
-        """Judge answers against every version that the history admits for each.
-
-        ``stale`` adds wrong candidates: under a made-up version number, (older version, number of
-        prompt tokens) replays the newest weights on the older one's KV.
-        """
-        tolerance = self.tolerance(exchanges)
-        latest = self.oracle.versions[1:][-RIVALS - 1 :]
-        admitted = [version for e in exchanges for version in self._admitted(e)]
-        rivals = list(dict.fromkeys([BASE, *latest, *admitted]))
-        verdict = self._judge(exchanges, tolerance, rivals, stale or {})
-        if verdict.failure:
-            verdict = self._judge(exchanges, tolerance, self.oracle.versions, stale or {})
-            raise FailureError(verdict.failure)
-        told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
-        if verdict.power < POWER:
-            raise UnderpoweredError(
-                f"underpowered: on these {len(exchanges)} completions {told}, and a pass takes {POWER:g}; "
-                "use a model whose outputs an adapter moves more, or a dtype with less noise"
-            )
-        fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
-        return f"{len(exchanges)} completions {fit}; {told}"
-
-    def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
-        """What is allowed for completions of this size, measured once with the oracle alone."""
-        length = max(len(e.request.prompt_token_ids) for e in exchanges)
-        n_tokens = max(e.request.max_tokens for e in exchanges)
-        tolerance = self._calibration.tolerance((length, n_tokens))
-        for version in {version for e in exchanges for version in self._admitted(e)}:
-            tolerance = tolerance.or_wider(self._own.get(version, tolerance))
-        return tolerance
-
-    def _admitted(self, exchange: Exchange) -> list[int]:
-        return self.subject.history.admitted(exchange)
-
-    def _judge(
-        self,
-        exchanges: Sequence[Exchange],
-        tolerance: Tolerance,
-        candidates: Sequence[int],
-        stale: dict[int, tuple[int, int]],
-    ) -> Verdict:
-        for e in exchanges:
-            outside = [t for t in e.completion.token_ids if not 0 <= t < self.oracle.vocab_size]
-            if outside:
-                raise FailureError(
-                    f"token {outside[0]} came back; the vocabulary has {self.oracle.vocab_size} tokens"
-                )
-        samples = [
-            Sample(e.request.prompt_token_ids, e.completion.token_ids, e.request.temperature)
-            for e in exchanges
-        ]
-        scores = {version: self.oracle.score(version, samples) for version in candidates}
-        labels = {}
-        for label, (older, kept) in stale.items():
-            newest = self._admitted(exchanges[0])[-1]
-            scores[label] = self.oracle.score(newest, samples, (older, kept))
-            labels[label] = f"version {newest} on the stale KV of version {older} ({kept} prompt tokens)"
-        scored = [
-            Scored(
-                sample.tokens,
-                sample.temperature,
-                None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs),
-                self._admitted(e),
-                {version: found[index] for version, found in scores.items()},
-            )
-            for index, (e, sample) in enumerate(zip(exchanges, samples, strict=True))
-        ]
-        return judge(scored, tolerance, labels)
+    def verify(self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()) -> str:
+        """Judge answers against every version that the history admits for each (see ``Verifier``)."""
+        return self.verifier.verify(exchanges, wrong)

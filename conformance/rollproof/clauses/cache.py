@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..candidates import Mixed
 from ..judge import rms
 from ..outcome import FailureError, NotApplicableError
 from ..session import LONG_PROMPT, MAX_TOKENS, Session
 
 _BLOCK = 128
-_STALE = -1
 _CHOICE = 16
 
 
@@ -32,9 +32,8 @@ async def idle(session: Session) -> str:
                 "turn prefix caching on to have this judged"
             )
         await session.serve(newer)
-        told = session.verify(
-            await session.ask([request]), stale={_STALE: (older.version, min(hit, length - 1))}
-        )
+        stale = Mixed(((older.version, 0), (newer.version, min(hit, length - 1))))
+        told = session.verify(await session.ask([request]), [stale])
         return f"{hit} of {length} prompt tokens came from the cache before the update; after it {told}"
 
     return await session.grow(attempt, length)
@@ -44,6 +43,8 @@ def _telling_prompt(session: Session, length: int, n_tokens: int, older: int, ne
     """Of some fresh prompts the one that stale KV would move most, by the oracle alone."""
     oracle, kept = session.oracle, max(1, min(length // _BLOCK * _BLOCK, length - 1))
     samples = oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
-    fresh, stale = oracle.score(newer, samples), oracle.score(newer, samples, (older, kept))
+    fresh, stale = (
+        oracle.score(candidate, samples) for candidate in (newer, Mixed(((older, 0), (newer, kept))))
+    )
     apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]
     return samples[apart.index(max(apart))].prompt

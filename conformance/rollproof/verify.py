@@ -1,0 +1,109 @@
+"""Verifying completions against a history: the oracle scores them, the judge decides, power is shown.
+
+Works from the record alone, so that a history can be judged where no rollout runs any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .calibrate import Calibration
+from .candidates import BASE, Candidate
+from .flight import admitted
+from .history import Exchange, History
+from .judge import POWER, Scored, Tolerance, judge
+from .oracle import Oracle, Sample, Scores
+from .outcome import FailureError, UnderpoweredError
+from .protocol import Capability
+
+RIVALS = 4
+"""How many of the latest other versions a claim is set against, beside the base model. A failure is
+matched against all of them."""
+
+
+class Verifier:
+    """The oracle, what it measured, and the history that says which version had to answer.
+
+    ``in_flight`` is the policy for requests that an update overtakes.
+    """
+
+    def __init__(
+        self, oracle: Oracle, calibration: Calibration, history: History, in_flight: Capability | None
+    ) -> None:
+        self.oracle = oracle
+        self.calibration = calibration
+        self.history = history
+        self.in_flight = in_flight
+        self._own: dict[int, Tolerance] = {}
+
+    def learn(self, version: int, own: Tolerance) -> None:
+        """Allow a version the noise that was measured for it alone."""
+        self._own[version] = own
+
+    def verify(self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()) -> str:
+        """Judge answers against every version that the history admits for each; say how well they fit.
+
+        ``wrong`` are further candidates that must not be the answer. Raises FailureError, or
+        UnderpoweredError where the oracle can't tell right from wrong on these tokens.
+        """
+        tolerance = self.tolerance(exchanges)
+        latest = self.oracle.versions[1:][-RIVALS - 1 :]
+        scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
+        verdict = judge(scored, tolerance)
+        if verdict.failure:
+            every = [*self.oracle.versions, *wrong]
+            raise FailureError(judge(self.scored(exchanges, tolerance, every), tolerance).failure)
+        told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
+        if verdict.power < POWER:
+            raise UnderpoweredError(
+                f"underpowered: on these {len(exchanges)} completions {told}, and a pass takes {POWER:g}; "
+                "use a model whose outputs an adapter moves more, or a dtype with less noise"
+            )
+        fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
+        return f"{len(exchanges)} completions {fit}; {told}"
+
+    def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
+        """What is allowed for completions of this size, measured once with the oracle alone."""
+        length = max(len(e.request.prompt_token_ids) for e in exchanges)
+        n_tokens = max(e.request.max_tokens for e in exchanges)
+        tolerance = self.calibration.tolerance((length, n_tokens))
+        for served in map(self.history.served, exchanges):
+            for version in (*served.at_start, *served.later):
+                tolerance = tolerance.or_wider(self._own.get(version, tolerance))
+        return tolerance
+
+    def scored(
+        self, exchanges: Sequence[Exchange], tolerance: Tolerance, rivals: Sequence[Candidate]
+    ) -> list[Scored]:
+        """Each completion with what may have served it, and scores under that and all rivals."""
+        self._check_tokens(exchanges)
+        samples = [
+            Sample(e.request.prompt_token_ids, e.completion.token_ids, e.request.temperature)
+            for e in exchanges
+        ]
+        items = []
+        for e, sample in zip(exchanges, samples, strict=True):
+            observed = None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs)
+            served = self.history.served(e)
+            found = admitted(served, self.in_flight, self.oracle, sample, observed, tolerance)
+            items.append((sample, observed, found))
+        # Most share their candidates, and a batch costs little more than one.
+        scores: list[dict[Candidate, Scores]] = [{} for _ in items]
+        for candidate in dict.fromkeys([*rivals, *(c for _, _, found in items for c in found)]):
+            mine = [i for i, (_, _, found) in enumerate(items) if candidate in (*rivals, *found)]
+            for i, score in zip(mine, self.oracle.score(candidate, [samples[i] for i in mine]), strict=True):
+                scores[i][candidate] = score
+        return [
+            Scored(sample.tokens, sample.temperature, observed, found, scores[i], len(sample.prompt))
+            for i, (sample, observed, found) in enumerate(items)
+        ]
+
+    def _check_tokens(self, exchanges: Sequence[Exchange]) -> None:
+        for e in exchanges:
+            outside = [t for t in e.completion.token_ids if not 0 <= t < self.oracle.vocab_size]
+            if outside:
+                raise FailureError(
+                    f"token {outside[0]} came back; the vocabulary has {self.oracle.vocab_size} tokens"
+                )
