@@ -160,8 +160,11 @@ class Subject:
         if not isinstance(completion, Completion):
             raise FailureError(f"generate returned a {type(completion).__name__}, not a Completion")
         n_tokens, most = len(completion.token_ids), request.max_tokens
-        short = n_tokens < most and completion.finish_reason != "stop"
-        if not 1 <= n_tokens <= most or short:
+        if completion.finish_reason == "abort" and self.has(Capability.ABORT_IN_FLIGHT):
+            least = 0
+        else:
+            least = 1 if completion.finish_reason == "stop" else most
+        if not least <= n_tokens <= most:
             raise FailureError(
                 f"{n_tokens} tokens came back for max_tokens={most} with finish_reason "
                 f"{completion.finish_reason!r}"

@@ -48,6 +48,12 @@ class Verifier:
         ``wrong`` are further candidates that must not be the answer. Raises FailureError, or
         UnderpoweredError where the oracle can't tell right from wrong on these tokens.
         """
+        return self.judged(exchanges, wrong)[0]
+
+    def judged(
+        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()
+    ) -> tuple[str, list[Scored]]:
+        """As ``verify``, and the scores it came from."""
         tolerance = self.tolerance(exchanges)
         latest = self.oracle.versions[1:][-RIVALS - 1 :]
         scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
@@ -62,7 +68,7 @@ class Verifier:
                 "use a model whose outputs an adapter moves more, or a dtype with less noise"
             )
         fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
-        return f"{len(exchanges)} completions {fit}; {told}"
+        return f"{len(exchanges)} completions {fit}; {told}", scored
 
     def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
         """What is allowed for completions of this size, measured once with the oracle alone."""
@@ -74,15 +80,17 @@ class Verifier:
                 tolerance = tolerance.or_wider(self._own.get(version, tolerance))
         return tolerance
 
+    @staticmethod
+    def sample(e: Exchange) -> Sample:
+        """A completion as the oracle takes it."""
+        return Sample(e.request.prompt_token_ids, e.completion.token_ids, e.request.temperature)
+
     def scored(
         self, exchanges: Sequence[Exchange], tolerance: Tolerance, rivals: Sequence[Candidate]
     ) -> list[Scored]:
         """Each completion with what may have served it, and scores under that and all rivals."""
         self._check_tokens(exchanges)
-        samples = [
-            Sample(e.request.prompt_token_ids, e.completion.token_ids, e.request.temperature)
-            for e in exchanges
-        ]
+        samples = [self.sample(e) for e in exchanges]
         items = []
         for e, sample in zip(exchanges, samples, strict=True):
             observed = None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs)

@@ -70,6 +70,8 @@ class AsyncRollout:
             Capability.PREFIX_CACHE,
             Capability.INVENTORY,
             Capability.STABLE_ID,
+            Capability.CONTINUE_MIXED,
+            Capability.CANCEL,
         }
     )
     inventory_bound = 1
