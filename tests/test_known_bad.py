@@ -12,8 +12,10 @@ import torch
 from known_bad import KNOWN_BAD, ODD_BUT_RIGHT, Case, started
 from known_bad.kills import markdown
 from rollproof import Outcome, Report, Settings, check_rollout
+from rollproof.bench import Bench
 from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
+from rollproof.session import SIZES
 from rollproof.spec import clauses
 from rollproof_reference import AsyncRollout
 
@@ -32,17 +34,23 @@ def kills(pytestconfig: pytest.Config) -> Iterator[dict[str, Report]]:
         print(text)
 
 
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """All judge with one model, so what the oracle measures is the same for all."""
+    return Bench(SIZES)
+
+
 def settings(spec: RolloutSpec) -> Settings:
     return Settings(model=spec.model_path, dtype=spec.dtype)
 
 
 @pytest.mark.parametrize("case", KNOWN_BAD, ids=lambda case: case.name)
 async def test_known_bad_fails_exactly_its_clauses(
-    case: Case, running: AsyncRollout, spec: RolloutSpec, kills: dict[str, Report]
+    case: Case, running: AsyncRollout, spec: RolloutSpec, bench: Bench, kills: dict[str, Report]
 ):
     if case.cpu_only and torch.cuda.is_available():
         pytest.skip("a fault of vLLM's CPU kernels")
-    report = await check_rollout(functools.partial(started, case, running), settings(spec))
+    report = await check_rollout(functools.partial(started, case, running), settings(spec), bench=bench)
     kills[case.name] = report
     told = {r.clause: r.message for r in report.results if r.outcome in (Outcome.FAIL, Outcome.ERROR)}
     assert set(told) == case.fails, told
@@ -58,8 +66,8 @@ def test_every_clause_that_must_hold_has_a_victim():
 
 
 @pytest.mark.parametrize("case", ODD_BUT_RIGHT, ids=lambda case: case.name)
-async def test_odd_but_right_passes_whole(case: Case, running: AsyncRollout, spec: RolloutSpec):
-    report = await check_rollout(functools.partial(started, case, running), settings(spec))
+async def test_odd_but_right_passes_whole(case: Case, running: AsyncRollout, spec: RolloutSpec, bench: Bench):
+    report = await check_rollout(functools.partial(started, case, running), settings(spec), bench=bench)
     bad = [r for r in report.results if r.outcome not in (Outcome.PASS, Outcome.NOT_APPLICABLE)]
     assert not bad
     assert report.ok

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from . import __version__
-from .calibrate import Calibration
+from .bench import Bench
 from .factory import Target, load
 from .history import History
 from .models import make_model
-from .oracle import ModelError, Oracle
+from .oracle import ModelError
 from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
 from .protocol import RolloutFactory, RolloutSpec
 from .session import SIZES, Session
@@ -68,15 +68,17 @@ class Runner:
     Used from one event loop; ``close`` ends the rollout.
     """
 
-    def __init__(self, target: Target, settings: Settings, folder: Path | None = None) -> None:
+    def __init__(
+        self, target: Target, settings: Settings, folder: Path | None = None, bench: Bench | None = None
+    ) -> None:
         self.report = Report(target.text, settings, settings.dtype)
         self._target = target
         self._settings = settings
         self._scratch = tempfile.TemporaryDirectory(prefix="rollproof-")
         self._stream = None if folder is None else (folder / "history.jsonl").open("w", encoding="utf-8")
         self._session: Session | None = None
-        self._oracles: dict[tuple[str, str], Oracle] = {}
-        self._calibration: Calibration | None = None
+        self._bench = bench or Bench(SIZES)
+        self._bench.clear()
 
     async def run(self, clause: Clause) -> Result:
         """Run one clause; never raises for what the rollout does."""
@@ -158,27 +160,21 @@ class Runner:
         history = History(stream=self._stream)
         history.note("rollout started", rollout=self._target.text, model=spec.model_path)
         subject = Subject(self._target.start, spec, history, Deadlines(settings.deadline_scale))
-        self._oracle_for(spec)  # a model or device that can't be had is told before the rollout starts
+        device = settings.oracle_device
+        self._bench.oracle(
+            spec, device
+        )  # a model or device that can't be had is told before the rollout starts
         try:
             await subject.open()
             self.report.dtype = subject.spec.dtype
             self.report.details = subject.details
             self.report.capabilities = sorted(map(str, subject.capabilities))
-            oracle = self._oracle_for(subject.spec)
-            if self._calibration is None or self._calibration.oracle is not oracle:
-                self._calibration = Calibration(oracle, settings.seed, SIZES)
-            return Session(subject, oracle, self._calibration)
+            calibration = self._bench.calibration(subject.spec, device, settings.seed)
+            return Session(subject, calibration.oracle, calibration)
         except BaseException:
             with suppress(FailureError):
                 await subject.close()
             raise
-
-    def _oracle_for(self, spec: RolloutSpec) -> Oracle:
-        key = spec.model_path, spec.dtype
-        if key not in self._oracles:
-            dtype = getattr(torch, spec.dtype)
-            self._oracles[key] = Oracle(spec.model_path, dtype, self._settings.oracle_device)
-        return self._oracles[key]
 
     def _model(self) -> str:
         made = Path(self._scratch.name, "tiny-qwen2")
@@ -201,18 +197,20 @@ async def check_rollout(
     factory: RolloutFactory | str,
     settings: Settings | None = None,
     folder: Path | None = None,
+    bench: Bench | None = None,
     **options: str,
 ) -> Report:
     """Judge a rollout: a factory, or its name as ``--rollout`` takes it.
 
-    ``options`` go to the factory. ``folder``, an existing one, gets the history as JSON lines. Raises
+    ``options`` go to the factory. ``folder``, an existing one, gets the history as JSON lines; runs
+    with the same model can share a ``bench``, one after the other, and measure once. Raises
     FactoryError, SettingsError or UnknownClauseError for bad input, before anything starts.
     """
     target = load(factory) if isinstance(factory, str) else Target(_name(factory), factory)
     target = replace(target, options=target.options | options)
     settings = settings or Settings()
     chosen = select(settings.only)
-    runner = Runner(target, settings, folder)
+    runner = Runner(target, settings, folder, bench)
     try:
         for clause in chosen:
             await runner.run(clause)
