@@ -13,7 +13,7 @@ from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
-from . import seed, updates
+from . import flight, seed, updates
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,53 @@ KNOWN_BAD = (
         frozenset({"SYNC-004", "RANK-003", "FAIL-001", "FAIL-003"}),
         "",  # four clauses, each in words of its own
     ),
+    Case("finishes-on-new", flight.ClaimsToFinishOnOld, frozenset({"FLIGHT-001"}), "expected version"),
+    Case("does-not-restart", flight.ClaimsToRestart, frozenset({"FLIGHT-001"}), "no candidate's"),
+    Case(
+        "base-while-updating", flight.BaseWhileUpdating, frozenset({"FLIGHT-002"}), "those of the base model"
+    ),
+    Case(
+        "removes-under-requests",
+        flight.RemovesUnderRequests,
+        frozenset({"CACHE-002", "FLIGHT-001"}),
+        "finish_reason 'abort'",
+    ),
+    Case("cancels-them-all", flight.CancelsThemAll, frozenset({"FLIGHT-003"}), "finish_reason 'abort'"),
+    Case(
+        "resets-while-busy",
+        flight.ResetsWhileBusy,
+        frozenset({"CACHE-002"}),
+        "on the stale KV of version",
+        sync=_tensors,
+    ),
+    Case(
+        "remembers-answers",
+        flight.RemembersAnswers,
+        frozenset({"CACHE-003"}),
+        "expected the base model; these logprobs are those of version",
+    ),
+    Case(
+        "salt-of-one-digit",
+        flight.SaltOfOneDigit,
+        frozenset({"CACHE-004"}),
+        "on the stale KV of version",
+        sync=_tensors,
+    ),
+    Case(
+        "drops-the-salt-under-load",
+        flight.DropsTheSaltUnderLoad,
+        frozenset({"CACHE-005"}),
+        "on the stale KV of version",
+        sync=_tensors,
+    ),
 )
 
-ODD_BUT_RIGHT = (Case("versioned-ids", seed.VersionedIds),)
+ODD_BUT_RIGHT = (
+    Case("versioned-ids", seed.VersionedIds),
+    Case("finishes-on-old", flight.FinishesOnOld),
+    Case("restarts", flight.Restarts),
+    Case("aborts-in-flight", flight.AbortsInFlight),
+)
 
 
 @asynccontextmanager

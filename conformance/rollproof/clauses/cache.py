@@ -1,50 +1,165 @@
-"""CACHE: no token is computed from KV that older weights left behind."""
+"""CACHE: no token is computed from KV that other weights left behind."""
 
 from __future__ import annotations
 
-from ..candidates import Mixed
+import asyncio
+from dataclasses import replace
+
+from ..candidates import BASE, Mixed
+from ..flight import policy
 from ..judge import rms
-from ..outcome import FailureError, NotApplicableError
+from ..outcome import FailureError, NotApplicableError, UnderpoweredError
+from ..protocol import Capability, GenerateRequest
 from ..session import LONG_PROMPT, MAX_TOKENS, Session
 
 _BLOCK = 128
 _CHOICE = 16
+_CROWD = 16
+
+VERSIONS = 11
+"""More than ten, so that a salt of a version's last digit meets an old one."""
 
 
 async def idle(session: Session) -> str:
     """One prompt, before and after an update, with nothing else running."""
-    length = min(LONG_PROMPT, session.subject.spec.max_model_len - MAX_TOKENS)
 
     async def attempt(n_tokens: int) -> str:
         older = await session.update()
         newer = session.adapter()
         session.oracle.add(newer)
-        prompt = _telling_prompt(session, length, n_tokens, older.version, newer.version)
-        request = session.requests([prompt], n_tokens)[0]
-        session.verify(await session.ask([request]))
-        (again,) = await session.ask([request])
-        hit = again.completion.num_cached_tokens
-        if hit is None:
-            raise FailureError("the rollout declares prefix-cache, and completions have no num_cached_tokens")
-        if hit == 0:
-            raise NotApplicableError(
-                f"a prompt of {length} tokens asked twice reused no KV, so a fault can't show; "
-                "turn prefix caching on to have this judged"
-            )
+        request = _telling(session, n_tokens, older.version, newer.version)
+        hit = await _hit(session, request)
         await session.serve(newer)
-        stale = Mixed(((older.version, 0), (newer.version, min(hit, length - 1))))
-        told = session.verify(await session.ask([request]), [stale])
-        return f"{hit} of {length} prompt tokens came from the cache before the update; after it {told}"
+        told = session.verify(await session.ask([request]), [_stale(older.version, newer.version, hit)])
+        return f"{hit} of {len(request.prompt_token_ids)} prompt tokens were reused before the update; {told}"
 
-    return await session.grow(attempt, length)
+    return await session.grow(attempt, _length(session))
 
 
-def _telling_prompt(session: Session, length: int, n_tokens: int, older: int, newer: int) -> tuple[int, ...]:
-    """Of some fresh prompts the one that stale KV would move most, by the oracle alone."""
-    oracle, kept = session.oracle, max(1, min(length // _BLOCK * _BLOCK, length - 1))
-    samples = oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
-    fresh, stale = (
-        oracle.score(candidate, samples) for candidate in (newer, Mixed(((older, 0), (newer, kept))))
-    )
+async def beside_running(session: Session) -> str:
+    """The same, while a request of the old version still holds its KV."""
+    busy_tokens = session.subject.spec.max_model_len - _length(session)
+
+    async def attempt(n_tokens: int) -> str:
+        older = await session.update()
+        newer = session.adapter()
+        session.oracle.add(newer)
+        request = _telling(session, n_tokens, older.version, newer.version)
+        hit = await _hit(session, request)
+        (long,) = session.requests([request.prompt_token_ids], busy_tokens)
+        running = asyncio.ensure_future(session.subject.generate(long))
+        try:
+            (again,) = await session.ask([request])  # when it is back, the long one has long begun
+            await session.serve(newer)
+            (after,) = await session.ask([request])
+            if running.done():
+                running.result()  # it may have broken the protocol's form
+            held = not running.done()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        if not held and policy(session.subject.capabilities) not in (None, Capability.CONTINUE_MIXED):
+            raise NotApplicableError("by the declared policy no request of an old version outlives an update")
+        if not held:
+            raise UnderpoweredError(
+                f"underpowered: a request of {busy_tokens} tokens ended before the update and another one did"
+            )
+        session.verify([again])
+        told = session.verify([after], [_stale(older.version, newer.version, hit)])
+        return f"beside a request of version {older.version}: {told}"
+
+    return await session.grow(attempt, _length(session))
+
+
+async def across(session: Session) -> str:
+    """One prompt with and without the adapter, in both orders, with no update between."""
+
+    async def attempt(n_tokens: int) -> str:
+        told = []
+        for first in (True, False):
+            version = (await session.update()).version
+            order = (version, BASE) if first else (BASE, version)
+            request = _telling(session, n_tokens, *order, adapter=first)
+            hit = await _hit(session, request)
+            (other,) = session.requests([request.prompt_token_ids], n_tokens, adapter=not first)
+            told.append(session.verify(await session.ask([other]), [_stale(*order, hit)]))
+        return f"the base after the adapter: {told[0]}; the adapter after the base: {told[1]}"
+
+    return await session.grow(attempt, _length(session))
+
+
+async def many_versions(session: Session) -> str:
+    """One prompt under many versions in a row."""
+
+    async def attempt(n_tokens: int) -> str:
+        chain = [await session.update()]
+        request = _telling(session, n_tokens, BASE, chain[0].version)
+        hit = await _hit(session, request)
+        for _ in range(VERSIONS):
+            newer = await session.update()
+            answers = await session.ask([request])
+            stale = [_stale(older.version, newer.version, hit) for older in reversed(chain)]
+            try:
+                told = session.verify(answers, stale[:1])
+            except FailureError:
+                session.verify(answers, stale)  # which says whose KV it was
+                raise
+            chain.append(newer)
+        return f"one prompt under {VERSIONS} more versions; last: {told}"
+
+    return await session.grow(attempt, _length(session))
+
+
+async def crowded(session: Session) -> str:
+    """Many long prompts at once, before and after an update."""
+
+    async def attempt(n_tokens: int) -> str:
+        older = await session.update()
+        prompts = session.prompts(_CROWD, _length(session))
+        # Greedy alone: vLLM's CPU build dies of a seeded request whose prompt is computed in chunks.
+        requests = [replace(r, temperature=0.0) for r in session.requests(prompts, n_tokens)]
+        await session.ask(requests)
+        hits = [e.completion.num_cached_tokens or 0 for e in await session.ask(requests)]
+        if not min(hits):
+            raise NotApplicableError(f"of {_CROWD} long prompts at once, {hits.count(0)} left no KV to reuse")
+        newer = await session.update()
+        stale = _stale(older.version, newer.version, min(*hits, len(prompts[0]) - 1))
+        return session.verify(await session.ask(requests), [stale])
+
+    return await session.grow(attempt, _length(session))
+
+
+def _length(session: Session) -> int:
+    return min(LONG_PROMPT, session.subject.spec.max_model_len - MAX_TOKENS)
+
+
+def _stale(older: int, newer: int, hit: int) -> Mixed:
+    return Mixed(((older, 0), (newer, hit)))
+
+
+async def _hit(session: Session, request: GenerateRequest) -> int:
+    """Ask twice, and see how many prompt tokens the second time reused; a fault can't show without."""
+    session.verify(await session.ask([request]))
+    (again,) = await session.ask([request])
+    hit, length = again.completion.num_cached_tokens, len(request.prompt_token_ids)
+    if hit is None:
+        raise FailureError("the rollout declares prefix-cache, and completions have no num_cached_tokens")
+    if hit == 0:
+        raise NotApplicableError(
+            f"a prompt of {length} tokens asked twice reused no KV, so a fault can't show; "
+            f"turn prefix caching on to have this judged, or don't declare {Capability.PREFIX_CACHE}"
+        )
+    return min(hit, length - 1)
+
+
+def _telling(
+    session: Session, n_tokens: int, older: int, newer: int, *, adapter: bool = True
+) -> GenerateRequest:
+    """A request whose prompt, of some fresh ones, stale KV would move most, by the oracle alone."""
+    length = _length(session)
+    kept = max(1, min(length // _BLOCK * _BLOCK, length - 1))
+    samples = session.oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
+    fresh, stale = (session.oracle.score(c, samples) for c in (newer, _stale(older, newer, kept)))
     apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]
-    return samples[apart.index(max(apart))].prompt
+    (request,) = session.requests([samples[apart.index(max(apart))].prompt], n_tokens, adapter=adapter)
+    return request
