@@ -17,7 +17,10 @@ from .protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
 
 @dataclass
 class Update:
-    """One ``update_adapter`` call. ``ended`` is None while it runs; ``error`` is what it raised."""
+    """One ``update_adapter`` call, or with the version BASE one of ``unload_adapter``.
+
+    ``ended`` is None while it runs; ``error`` is what it raised.
+    """
 
     version: int
     started: int
@@ -79,9 +82,15 @@ class History:
         update.error = None if error is None else f"{type(error).__name__}: {error}"
         update.ended = self.note("update ended", version=update.version, error=update.error)
 
-    def request_started(self, request: GenerateRequest) -> int:
-        """Record that a completion was asked for."""
-        return self.note("request started", request=request.to_json())
+    def unload_started(self) -> Update:
+        """Record that the adapter has to go: from then on the base model is the newest version."""
+        update = Update(BASE, self.note("unload started"))
+        self.updates.append(update)
+        return update
+
+    def request_started(self, request: GenerateRequest, samples: int = 1) -> int:
+        """Record that a completion was asked for, or several of one prompt."""
+        return self.note("request started", request=request.to_json(), samples=samples)
 
     def request_ended(self, request: GenerateRequest, started: int, completion: Completion) -> Exchange:
         """Record a completion."""

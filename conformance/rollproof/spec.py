@@ -36,6 +36,7 @@ class Clause:
     requires: tuple[str, ...]
     bugs: tuple[str, ...]
     fresh: bool = False
+    profile: str = "core"
 
     @property
     def family(self) -> str:

@@ -7,10 +7,11 @@ out as a FailureError that says so. Nothing here judges numbers.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .history import Exchange, History
 from .outcome import FailureError, RaisedError
@@ -40,6 +41,7 @@ class Deadlines:
     generate: float = 120.0
     update: float = 120.0
     inventory: float = 60.0
+    sleep: float = 120.0
     close: float = 60.0
 
 
@@ -51,6 +53,8 @@ class Subject:
         self.history = history
         self.capabilities: frozenset[Capability] = frozenset()
         self.inventory_bound = 1
+        self.routes: tuple[str, ...] = ("default",)
+        self.sleep_levels: tuple[int, ...] = (1, 2)
         self.details: dict[str, str] = {}
         self._start = start
         self._deadlines = deadlines
@@ -74,6 +78,8 @@ class Subject:
             raise FailureError(f"capabilities: {error}; there are {known}", fatal=True) from None
         self.spec = getattr(rollout, "spec", self.spec)
         self.inventory_bound = int(getattr(rollout, "inventory_bound", 1))
+        self.routes = self._declared_routes(rollout)
+        self.sleep_levels = tuple(getattr(rollout, "sleep_levels", self.sleep_levels))
         self.details = {str(k): str(v) for k, v in getattr(rollout, "details", {}).items()}
         self._rollout = rollout
 
@@ -115,6 +121,94 @@ class Subject:
         found = list(await self._within("inventory", lambda: self._running.loaded_adapters()))
         self.history.inventory(found)
         return found
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> list[Exchange]:
+        """Several completions of one prompt."""
+        method = self._method(Capability.SAMPLES, "generate_n")
+        started = self.history.request_started(request, samples=n)
+        found = await self._within("generate", lambda: method(request, n))
+        if not isinstance(found, list | tuple) or len(found) != n:
+            count = f"{len(found)} completions" if isinstance(found, list | tuple) else repr(type(found))
+            raise FailureError(f"generate_n returned {count} for n={n}")
+        for completion in found:
+            self._check_form(request, completion)
+        return [self.history.request_ended(request, started, completion) for completion in found]
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> tuple[float, ...]:
+        """The logprob of each prompt token but the first."""
+        method = self._method(Capability.PROMPT_LOGPROBS, "prompt_logprobs")
+        started = self.history.note("scoring started", request=request.to_json())
+        found = await self._within("generate", lambda: method(request))
+        wanted = len(request.prompt_token_ids) - 1
+        if not isinstance(found, list | tuple) or len(found) != wanted:
+            count = f"{len(found)} numbers" if isinstance(found, list | tuple) else repr(type(found))
+            raise FailureError(
+                f"prompt_logprobs returned {count} for {wanted + 1} tokens; it has to be {wanted}"
+            )
+        if bad := [value for value in found if not isinstance(value, float) or not math.isfinite(value)]:
+            raise FailureError(f"prompt_logprobs returned {bad[0]!r}: not a finite float")
+        self.history.note("scoring ended", started=started, prompt_logprobs=list(found))
+        return tuple(found)
+
+    async def unload(self) -> None:
+        """Go back to the time before the first update."""
+        method = self._method(Capability.UNLOAD, "unload_adapter")
+        update = self.history.unload_started()
+        try:
+            await self._within("update", method)
+        except FailureError as error:
+            self.history.update_ended(update, error)
+            raise
+        self.history.update_ended(update)
+
+    async def sleep(self, level: int) -> None:
+        """Free the device's memory until ``wake``."""
+        method = self._method(Capability.SLEEP, "sleep")
+        self.history.note("sleep started", level=level)
+        await self._within("sleep", lambda: method(level))
+        self.history.note("sleep ended", level=level)
+
+    async def wake(self) -> None:
+        """Serve again."""
+        method = self._method(Capability.SLEEP, "wake")
+        self.history.note("wake started")
+        await self._within("sleep", method)
+        self.history.note("wake ended")
+
+    async def counters(self) -> dict[str, int]:
+        """What was counted so far."""
+        found = await self._within("inventory", self._method(Capability.COUNTERS, "counters"))
+        counted = {str(name): value for name, value in dict(found).items()}
+        if bad := {name: value for name, value in counted.items() if not isinstance(value, int) or value < 0}:
+            raise FailureError(f"counters returned {bad}: not whole numbers of at least 0")
+        self.history.note("counters", counted=counted)
+        return counted
+
+    async def process_ids(self) -> list[int]:
+        """The processes whose memory is the rollout's."""
+        found = list(await self._within("inventory", self._method(Capability.PROCESSES, "process_ids")))
+        if not found or not all(isinstance(item, int) for item in found):
+            raise FailureError(f"process_ids returned {found!r}: not the ids of one process or more")
+        self.history.note("processes", ids=found)
+        return sorted(set(found))
+
+    def _method(self, capability: Capability, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._running, name, None)
+        if not callable(method):
+            raise FailureError(f"the rollout declares {capability} and has no method {name}")
+        found: Callable[..., Awaitable[Any]] = method
+        return found
+
+    def _declared_routes(self, rollout: Rollout) -> tuple[str, ...]:
+        if not self.has(Capability.ROUTES):
+            return self.routes
+        routes = getattr(rollout, "routes", None)
+        if not isinstance(routes, list | tuple) or not routes or not all(isinstance(r, str) for r in routes):
+            raise FailureError(
+                f"the rollout declares routes, and its attribute routes is {routes!r}: it has to name them",
+                fatal=True,
+            )
+        return tuple(routes)
 
     @property
     def _running(self) -> Rollout:
