@@ -25,9 +25,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
 
 from rollproof.protocol import (
     Adapter,
@@ -40,10 +38,12 @@ from rollproof.protocol import (
 
 from .check import AdapterError, model_layers, plain_adapter
 from .engine import describe, start_engine
+from .sampling import ROUTES, check_request, completions, sampling_params
 from .sync.disk import DiskSync
 from .sync.tensors import TensorSync
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from .check import PlainAdapter
@@ -72,8 +72,10 @@ class AsyncRollout:
             Capability.STABLE_ID,
             Capability.CONTINUE_MIXED,
             Capability.CANCEL,
+            Capability.ROUTES,
         }
     )
+    routes = ROUTES
     inventory_bound = 1
     lora_name = "rollproof-policy"
     lora_int_id = 1
@@ -99,49 +101,11 @@ class AsyncRollout:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion, from the newest adapter or from the base model.
 
-        Raises ValueError for a prompt that doesn't fit and RolloutClosedError once closed.
+        Raises ValueError for a prompt that doesn't fit or an unknown route, and RolloutClosedError once
+        closed.
         """
-        self._check_open()
-        room = self.spec.max_model_len - len(request.prompt_token_ids)
-        if not request.prompt_token_ids or not 1 <= request.max_tokens <= room:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.max_tokens} "
-                f"were given; both have to be at least 1 and together at most {self.spec.max_model_len}"
-            )
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
-        lora = self._lora_request() if request.adapter else None
-        if lora is not None and (salt := self._cache_salt()) is not None:
-            prompt["cache_salt"] = salt
-        params = SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        version = self.version
-        request_id = f"rollproof-{self._life}-{next(self._ids)}"
-        self._running.add(request_id)
-        try:
-            async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
-                sample = output.outputs[0]
-        finally:
-            self._running.discard(request_id)
-        if self._closed:
-            raise RolloutClosedError("the rollout was closed while this request ran, and aborted it")
-        # Across an update the tokens are mixed, and which is the first new one isn't known here.
-        known = lora is not None and version is not None and version == self.version
-        return Completion(
-            token_ids=tuple(sample.token_ids),
-            logprobs=tuple(
-                step[token].logprob for step, token in zip(sample.logprobs, sample.token_ids, strict=True)
-            ),
-            finish_reason=str(sample.finish_reason),
-            num_cached_tokens=output.num_cached_tokens,
-            version_spans=((0, version),) if known and version is not None else None,
-        )
+        outputs, version = await self._ask(request, sampling_params(request))
+        return completions(outputs, version)[0]
 
     async def update_adapter(self, adapter: Adapter) -> None:
         """Serve ``adapter`` from now on; on any error the old one still serves.
@@ -203,6 +167,30 @@ class AsyncRollout:
         finally:
             self.engine.shutdown()
             self.sync.close()
+
+    async def _ask(
+        self, request: GenerateRequest, params: SamplingParams
+    ) -> tuple[list[RequestOutput], int | None]:
+        """All that vLLM gives for a request, and the version that served the whole of it, where known."""
+        self._check_open()
+        check_request(request, self.spec.max_model_len)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        lora = self._lora_request() if request.adapter else None
+        if lora is not None and (salt := self._cache_salt()) is not None:
+            prompt["cache_salt"] = salt
+        version = self.version
+        request_id = f"rollproof-{self._life}-{next(self._ids)}"
+        self._running.add(request_id)
+        try:
+            stream = self.engine.generate(prompt, params, request_id, lora_request=lora)
+            outputs = [output async for output in stream]
+        finally:
+            self._running.discard(request_id)
+        if self._closed:
+            raise RolloutClosedError("the rollout was closed while this request ran, and aborted it")
+        # Across an update the tokens are mixed, and which is the first new one isn't known here.
+        known = lora is not None and version == self.version
+        return outputs, version if known else None
 
     def _lora_request(self) -> LoRARequest | None:
         """The adapter that a request starting now is served with; None before the first update."""

@@ -14,6 +14,7 @@ from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
 from . import flight, seed, updates
+from . import extras, seed, updates
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ KNOWN_BAD = (
         "on the stale KV of version",
         sync=_tensors,
     ),
+    Case("drops-it-on-one-route", extras.DropsItOnOneRoute, frozenset({"SYNC-006"}), "route 'stream'"),
 )
 
 ODD_BUT_RIGHT = (

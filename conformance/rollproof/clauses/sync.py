@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from ..outcome import FailureError, RaisedError
+from ..outcome import FailureError, RaisedError, about
 from ..protocol import Capability
 from ..session import MAX_TOKENS, Session
 
@@ -69,3 +69,24 @@ async def concurrent(session: Session) -> str:
         raise FailureError(f"version {second.version}, sent beside {first.version}, was refused: {errors[1]}")
     older = "served in passing" if errors[0] is None else f"refused ({errors[0]})"
     return f"version {first.version} {older}; then version {second.version}: {await session.claim(True)}"
+
+
+async def every_route(session: Session) -> str:
+    """Each route after each of two updates, with the adapter and, apart from it, without."""
+    asked = [True, False] if session.subject.has(Capability.BASE) else [True]
+    for _ in range(2):
+        adapter = await session.update()
+        for route in session.subject.routes:
+            for with_adapter in asked:
+                with about(f"route {route!r} after version {adapter.version}"):
+                    told = await _claim_on(session, route, with_adapter)
+    routes = ", ".join(map(repr, session.subject.routes))
+    return f"{routes}, each after two updates; last: {told}"
+
+
+async def _claim_on(session: Session, route: str, adapter: bool) -> str:
+    async def attempt(n_tokens: int) -> str:
+        requests = session.requests(session.prompts(), n_tokens, adapter=adapter)
+        return session.verify(await session.ask([replace(request, route=route) for request in requests]))
+
+    return await session.grow(attempt)
