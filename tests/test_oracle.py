@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,19 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path):
     with pytest.raises(ValueError, match="there are tiny-qwen2, qwen2-0.5b"):
         make_model(tmp_path / "x", "gpt-5")
     assert not (tmp_path / "x").exists()
+
+
+def test_versions_with_the_same_weights_are_one_candidate(model_path: Path, adapter: MakeAdapter):
+    oracle = Oracle(model_path, torch.float32)
+    first, second, inert = adapter(1), adapter(2), adapter(3)
+    for name, tensor in inert.tensors.items():
+        if ".lora_B." in name:
+            tensor.zero_()
+    again = replace(first, version=4)
+    scaled = replace(adapter(1, lora_alpha=3), version=5, tensors=first.tensors)
+    for one in (first, second, inert, again, scaled):
+        oracle.add(one)
+    assert [oracle.alike(version) for version in oracle.versions] == [BASE, 1, 2, BASE, 1, 5]
+    assert oracle.distinct == [BASE, 1, 2, 5]
+    oracle.forget(1)
+    assert oracle.alike(4) == 4

@@ -83,12 +83,22 @@ class Oracle:
         self.vocab_size = int(self._base.config.vocab_size)
         self.depth = int(self._base.config.num_hidden_layers)
         self._adapters: dict[int, Adapter] = {}
+        self._weights = {BASE: ""}
         self._merged: OrderedDict[int, Any] = OrderedDict()
 
     @property
     def versions(self) -> list[int]:
         """Every candidate: the base model, then the adapters in the order they came."""
         return [BASE, *self._adapters]
+
+    @property
+    def distinct(self) -> list[int]:
+        """The candidates whose weights none before them has."""
+        return [version for version in self.versions if self.alike(version) == version]
+
+    def alike(self, version: int) -> int:
+        """The first candidate with the weights of this one: they can't be told apart by any output."""
+        return next(other for other in self.versions if self._weights[other] == self._weights[version])
 
     def layers(self) -> dict[str, torch.Tensor]:
         """The weight [out, in] of every linear layer but the output layer, by name."""
@@ -131,7 +141,9 @@ class Oracle:
             name: tensor.detach().to(self.device, self.dtype, copy=True).float()
             for name, tensor in adapter.tensors.items()
         }
-        self._adapters[adapter.version] = Adapter(adapter.version, copy.deepcopy(adapter.config), rounded)
+        kept = Adapter(adapter.version, copy.deepcopy(adapter.config), rounded)
+        self._adapters[adapter.version] = kept
+        self._weights[adapter.version] = "" if _is_inert(kept) else kept.digest()
         self._merged.pop(adapter.version, None)
 
     def forget(self, version: int) -> None:
@@ -262,6 +274,13 @@ class Oracle:
         if loaded.unexpected_keys or lost:
             raise ValueError(f"PEFT places not all of version {version}: {loaded.unexpected_keys or lost}")
         return model
+
+
+def _is_inert(adapter: Adapter) -> bool:
+    """Whether it is A and B alone, and every B is zero: the base model, as a LoRA begins its training."""
+    halves = [name for name in adapter.tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    bs = [adapter.tensors[name] for name in halves if name.endswith(".lora_B.weight")]
+    return len(halves) == len(adapter.tensors) and len(bs) > 0 and not any(bool(b.any()) for b in bs)
 
 
 def _in_dtype(model: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import torch
 from .calibrate import Calibration
 from .candidates import BASE, Candidate
 from .flight import admitted
-from .history import Exchange, History
+from .history import Exchange, History, Served
 from .judge import POWER, Scored, Tolerance, judge
 from .oracle import Oracle, Sample, Scores
 from .outcome import FailureError, UnderpoweredError
@@ -55,11 +55,11 @@ class Verifier:
     ) -> tuple[str, list[Scored]]:
         """As ``verify``, and the scores it came from."""
         tolerance = self.tolerance(exchanges)
-        latest = self.oracle.versions[1:][-RIVALS - 1 :]
+        latest = self.oracle.distinct[1:][-RIVALS - 1 :]
         scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
         verdict = judge(scored, tolerance)
         if verdict.failure:
-            every = [*self.oracle.versions, *wrong]
+            every = [*self.oracle.distinct, *wrong]
             raise FailureError(judge(self.scored(exchanges, tolerance, every), tolerance).failure)
         told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
         if verdict.power < POWER:
@@ -94,7 +94,7 @@ class Verifier:
         items = []
         for e, sample in zip(exchanges, samples, strict=True):
             observed = None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs)
-            served = self.history.served(e)
+            served = self._served(e)
             found = admitted(served, self.in_flight, self.oracle, sample, observed, tolerance)
             items.append((sample, observed, found))
         # Most share their candidates, and a batch costs little more than one.
@@ -107,6 +107,11 @@ class Verifier:
             Scored(sample.tokens, sample.temperature, observed, found, scores[i], len(sample.prompt))
             for i, (sample, observed, found) in enumerate(items)
         ]
+
+    def _served(self, exchange: Exchange) -> Served:
+        """What may have served it; of versions with the same weights the first stands for all."""
+        served, alike = self.history.served(exchange), self.oracle.alike
+        return Served(tuple(map(alike, served.at_start)), tuple(map(alike, served.later)))
 
     def _check_tokens(self, exchanges: Sequence[Exchange]) -> None:
         for e in exchanges:

@@ -1,11 +1,16 @@
-"""Faults in what a rollout offers beyond one completion at a time: routes, samples, scores, unloading."""
+"""Faults at the edges of syncing: other routes, a resumed run, an update without effect, and what goes
+beyond one completion at a time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rollproof.protocol import Completion, GenerateRequest
 from rollproof_reference import AsyncRollout
+
+if TYPE_CHECKING:
+    from rollproof_reference.check import PlainAdapter
 
 
 class DropsItOnOneRoute(AsyncRollout):
@@ -13,3 +18,35 @@ class DropsItOnOneRoute(AsyncRollout):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await super().generate(replace(request, adapter=request.adapter and request.route != "stream"))
+
+
+class TrustsTheCheckpoint(AsyncRollout):
+    """Takes the first version of a resumed run for one that the engine has already (verl#3541)."""
+
+    _began = False
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        resumed, self._began = version >= 1000 and not self._began, True
+        if resumed:
+            self.version, self._digest = version, digest
+        else:
+            await super()._commit(version, digest, plain)
+
+
+class SkipsZero(AsyncRollout):
+    """Takes an adapter without effect for one that needs no loading, and serves the last one on."""
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        if self._path and not any(t.any() for name, t in plain.tensors.items() if ".lora_B." in name):
+            self.version, self._digest = version, digest
+        else:
+            await super()._commit(version, digest, plain)
+
+
+class RefusesTheSame(AsyncRollout):
+    """Holds a new version with the old tensors for a trainer's mistake, and refuses it."""
+
+    def _is_new(self, version: int, digest: str) -> bool:
+        if version != self.version and digest == self._digest:
+            raise ValueError(f"version {version} has the tensors of version {self.version}")
+        return super()._is_new(version, digest)

@@ -170,6 +170,14 @@ KNOWN_BAD = (
         sync=_tensors,
     ),
     Case("drops-it-on-one-route", extras.DropsItOnOneRoute, frozenset({"SYNC-006"}), "route 'stream'"),
+    Case(
+        "trusts-the-checkpoint",
+        extras.TrustsTheCheckpoint,
+        frozenset({"SYNC-007"}),
+        "with version 1000 the rollout's first: completion 1 of 8: expected version 1000",
+    ),
+    Case("skips-zero", extras.SkipsZero, frozenset({"SYNC-008"}), "every B is zero, which is the base model"),
+    Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 
 ODD_BUT_RIGHT = (

@@ -10,6 +10,7 @@ from ..protocol import Capability
 from ..session import MAX_TOKENS, Session
 
 UPDATES = 5
+RESUMED = 1000
 
 
 async def before_first_update(session: Session) -> str:
@@ -82,6 +83,33 @@ async def every_route(session: Session) -> str:
                     told = await _claim_on(session, route, with_adapter)
     routes = ", ".join(map(repr, session.subject.routes))
     return f"{routes}, each after two updates; last: {told}"
+
+
+async def resumed(session: Session) -> str:
+    """A high version first, as after a checkpoint, and the next."""
+    told = []
+    for version in (RESUMED, RESUMED + 1):
+        await session.serve(replace(session.adapter(), version=version))
+        with about(f"with version {version} the rollout's {'first' if version == RESUMED else 'second'}"):
+            told.append(await session.claim(True))
+    return f"version {RESUMED} first: {told[0]}; then {RESUMED + 1}: {told[1]}"
+
+
+async def unchanged(session: Session) -> str:
+    """The tensors of the version before, an adapter that is the base model, and one that is neither."""
+    adapter = await session.update()
+    await session.serve(replace(session.adapter(), tensors=adapter.tensors, config=adapter.config))
+    with about("a new version with the tensors of the one before"):
+        same = await session.claim(True)
+    fresh = session.adapter()
+    zero = {name: t.zero_() if ".lora_B." in name else t for name, t in fresh.tensors.items()}
+    await session.serve(replace(fresh, tensors=zero))
+    with about("an adapter whose every B is zero, which is the base model"):
+        inert = await session.claim(True)
+    await session.update()
+    with about("an update after one that changed nothing"):
+        after = await session.claim(True)
+    return f"the same tensors: {same}; B of zero: {inert}; an update after it: {after}"
 
 
 async def _claim_on(session: Session, route: str, adapter: bool) -> str:
