@@ -73,6 +73,7 @@ class AsyncRollout:
             Capability.CONTINUE_MIXED,
             Capability.CANCEL,
             Capability.ROUTES,
+            Capability.UNLOAD,
         }
     )
     routes = ROUTES

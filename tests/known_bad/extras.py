@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollproof.protocol import Completion, GenerateRequest
+from rollproof.protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
+    import torch
+
     from rollproof_reference.check import PlainAdapter
 
 
@@ -50,3 +52,33 @@ class RefusesTheSame(AsyncRollout):
         if version != self.version and digest == self._digest:
             raise ValueError(f"version {version} has the tensors of version {self.version}")
         return super()._is_new(version, digest)
+
+
+class UnloadsTheListAlone(AsyncRollout):
+    """Takes the adapter off its own list, while its requests go on carrying it (vllm#54839)."""
+
+    _listed = True
+
+    async def unload_adapter(self) -> None:
+        self._listed = False
+
+    async def update_adapter(self, adapter: Adapter) -> None:
+        await super().update_adapter(adapter)
+        self._listed = True
+
+    async def loaded_adapters(self) -> list[LoadedAdapter]:
+        return await super().loaded_adapters() if self._listed else []
+
+
+class ScalesAgain(AsyncRollout):
+    """Shares the staged tensors with the engine, which scales them in place at every load (SkyRL#2250)."""
+
+    _staged: tuple[int, dict[str, torch.Tensor]] = (0, {})
+
+    def _plain(self, adapter: Adapter) -> PlainAdapter:
+        version, tensors = self._staged
+        if version == adapter.version:
+            adapter = replace(adapter, tensors=tensors)
+        plain = super()._plain(adapter)
+        self._staged = adapter.version, plain.tensors
+        return plain

@@ -177,6 +177,13 @@ KNOWN_BAD = (
         "with version 1000 the rollout's first: completion 1 of 8: expected version 1000",
     ),
     Case("skips-zero", extras.SkipsZero, frozenset({"SYNC-008"}), "every B is zero, which is the base model"),
+    Case(
+        "unloads-the-list-alone",
+        extras.UnloadsTheListAlone,
+        frozenset({"LIFE-004"}),
+        "after unload_adapter: completion 1 of 8: expected the base model; these logprobs are those of",
+    ),
+    Case("scales-again", extras.ScalesAgain, frozenset({"LIFE-004"}), "sent again after it was unloaded"),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 

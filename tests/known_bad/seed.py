@@ -43,7 +43,7 @@ class RandomId(AsyncRollout):
 class KeepsOld(AsyncRollout):
     """Adds each version under a new id and leaves the eight before it loaded (verl#3821)."""
 
-    capabilities = VERSIONED
+    capabilities = VERSIONED - {Capability.UNLOAD}
     kept = 8
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
@@ -120,6 +120,7 @@ class ReusesAnId(AsyncRollout):
 class LeaksSlowly(AsyncRollout):
     """Loads a second copy that nobody removes, once in a long run (vllm-metal#641)."""
 
+    capabilities = AsyncRollout.capabilities - {Capability.UNLOAD}
     _updates = 0
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
