@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -74,6 +75,8 @@ class AsyncRollout:
             Capability.CANCEL,
             Capability.ROUTES,
             Capability.UNLOAD,
+            Capability.COUNTERS,
+            Capability.PROCESSES,
         }
     )
     routes = ROUTES
@@ -145,6 +148,16 @@ class AsyncRollout:
             else LoadedAdapter(f"not loaded by this rollout ({int_id})", int_id)
             for int_id in sorted(await self.engine.list_loras())
         ]
+
+    async def counters(self) -> dict[str, int]:
+        """What updates and generation cost so far, as the first of the engine's workers counts it."""
+        self._check_open()
+        return dict((await self.engine.collective_rpc("rollproof_counters"))[0])
+
+    async def process_ids(self) -> list[int]:
+        """This process, the engine's and its workers'."""
+        self._check_open()
+        return sorted({os.getpid()}.union(*await self.engine.collective_rpc("rollproof_processes")))
 
     async def close(self) -> None:
         """Abort the requests that run (they raise RolloutClosedError), wait for an update, stop the engine.
@@ -269,6 +282,9 @@ async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIte
             sync = "disk"
         strategy = DiskSync(spec.workdir) if sync == "disk" else TensorSync()
         rollout = AsyncRollout(llm, spec, strategy, worker["served"])
+        if worker["uncounted"]:
+            _log.warning("this vLLM can't be counted in: %s", worker["uncounted"])
+            rollout.capabilities -= {Capability.COUNTERS}
         yield rollout
     finally:
         if rollout is not None:

@@ -1,4 +1,5 @@
-"""What runs inside the engine's worker: replacing an adapter's weights from memory, whole or not at all.
+"""What runs inside the engine's worker: replacing an adapter's weights from memory, whole or not at all,
+and counting what updates and generation cost.
 
 vLLM mixes ``AdapterWorker`` into its worker (``worker_extension_cls``) and calls its methods by name
 over ``collective_rpc``, with plain values. vLLM has no public call for this, so the methods reach
@@ -8,6 +9,7 @@ rollout falls back to the disk when it isn't.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ class AdapterWorker:
     """Methods added to vLLM's worker. They run between two steps of the engine."""
 
     model_runner: Any
+    rollproof_counted: dict[str, int] | None = None
 
     def rollproof_describe(self) -> dict[str, Any]:
-        """Which module names take an adapter, and what this vLLM lacks for updates from memory."""
+        """Which module names take an adapter, and what this vLLM lacks for updates from memory and for
+        counting. Counting begins here."""
         manager = getattr(getattr(self.model_runner, "lora_manager", None), "_adapter_manager", None)
         lacking = [
             f"LoRAModelManager.{name}"
@@ -43,7 +47,22 @@ class AdapterWorker:
         packed = getattr(manager, "packed_modules", {})
         wrapped = [part for name in getattr(manager, "modules", {}) for part in packed.get(name, [name])]
         served = {name.rpartition(".")[2] for name in wrapped}
-        return {"served": sorted(served), "lacking": lacking}
+        try:
+            self.rollproof_counters()
+            uncounted = ""
+        except AttributeError as error:
+            uncounted = str(error)
+        return {"served": sorted(served), "lacking": lacking, "uncounted": uncounted}
+
+    def rollproof_counters(self) -> dict[str, int]:
+        """How often this worker took an adapter's weights, their bytes, and the model's forward passes."""
+        if self.rollproof_counted is None:
+            self.rollproof_counted = _count(self.model_runner)
+        return self.rollproof_counted
+
+    def rollproof_processes(self) -> list[int]:
+        """This process and the one that started it: the engine's own, or the rollout's."""
+        return [os.getpid(), os.getppid()]
 
     def rollproof_swap(self, int_id: int, config: dict[str, Any], blob: bytes) -> None:
         """Serve the tensors of a safetensors ``blob`` under ``int_id`` from the next step on.
@@ -55,6 +74,9 @@ class AdapterWorker:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
+        if (counted := self.rollproof_counted) is not None:
+            counted["adapter_reads"] += 1
+            counted["adapter_bytes"] += len(blob)
         worker_manager = self.model_runner.lora_manager
         manager = worker_manager._adapter_manager
         helper = PEFTHelper.from_dict(config)
@@ -77,6 +99,30 @@ class AdapterWorker:
             if old is not None:
                 _activate(manager, old)
             raise
+
+
+def _count(runner: Any) -> dict[str, int]:
+    """Count the adapters that vLLM loads from folders, and the steps that compute a token."""
+    counted = {"adapter_reads": 0, "adapter_bytes": 0, "engine_steps": 0}
+    manager = runner.lora_manager
+    load, execute = manager._load_adapter, runner.execute_model
+
+    def counting_load(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        counted["adapter_reads"] += 1
+        counted["adapter_bytes"] += sum(
+            half.numel() * half.element_size()
+            for layer in loaded.loras.values()
+            for half in (layer.lora_a, layer.lora_b)
+        )
+        return loaded
+
+    def counting_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        counted["engine_steps"] += scheduler_output.total_num_scheduled_tokens > 0
+        return execute(scheduler_output, *args, **kwargs)
+
+    manager._load_adapter, runner.execute_model = counting_load, counting_execute
+    return counted
 
 
 def _activate(manager: Any, adapter: Any) -> None:

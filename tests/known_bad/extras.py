@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+from vllm.lora.request import LoRARequest
+
 from rollproof.protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
-    import torch
-
     from rollproof_reference.check import PlainAdapter
 
 
@@ -82,3 +83,31 @@ class ScalesAgain(AsyncRollout):
         plain = super()._plain(adapter)
         self._staged = adapter.version, plain.tensors
         return plain
+
+
+class LoadsForEachRequest(AsyncRollout):
+    """Has vLLM load the adapter in place for every request, not for every update (vllm#41482)."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        # The lock keeps it to that fault: otherwise an update in flight could be undone too.
+        async with self._updating:
+            if request.adapter and self._path is not None:
+                await self.engine.add_lora(
+                    LoRARequest(self.lora_name, self.lora_int_id, self._path, load_inplace=True)
+                )
+        return await super().generate(request)
+
+
+class FillsUpWithZeros(AsyncRollout):
+    """Sends a zero for every module that the adapter leaves out, in the shape of one that it has."""
+
+    def _plain(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._plain(adapter)
+        tensors = dict(plain.tensors)
+        dtype = getattr(torch, self.spec.dtype)
+        for module, (n_in, n_out) in self._layers.shapes.items():
+            if module.rpartition(".")[2] in self.served:
+                for half, shape in (("A", (plain.rank, n_in)), ("B", (n_out, plain.rank))):
+                    name = f"base_model.model.{module}.lora_{half}.weight"
+                    tensors.setdefault(name, torch.zeros(shape, dtype=dtype))
+        return replace(plain, tensors=tensors, target_modules=tuple(sorted(self.served)))

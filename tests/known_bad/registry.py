@@ -184,6 +184,18 @@ KNOWN_BAD = (
         "after unload_adapter: completion 1 of 8: expected the base model; these logprobs are those of",
     ),
     Case("scales-again", extras.ScalesAgain, frozenset({"LIFE-004"}), "sent again after it was unloaded"),
+    Case(
+        "loads-for-each-request",
+        extras.LoadsForEachRequest,
+        frozenset({"COST-001"}),
+        "completions after the update to version",
+    ),
+    Case(
+        "fills-up-with-zeros",
+        extras.FillsUpWithZeros,
+        frozenset({"COST-002"}),
+        "an update with an adapter of 36864 bytes took",
+    ),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 
