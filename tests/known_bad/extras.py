@@ -3,10 +3,14 @@ beyond one completion at a time."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
 from rollproof.protocol import Adapter, Completion, GenerateRequest, LoadedAdapter
@@ -111,3 +115,17 @@ class FillsUpWithZeros(AsyncRollout):
                     name = f"base_model.model.{module}.lora_{half}.weight"
                     tensors.setdefault(name, torch.zeros(shape, dtype=dtype))
         return replace(plain, tensors=tensors, target_modules=tuple(sorted(self.served)))
+
+
+class LogsALoadError(AsyncRollout):
+    """Sends what the adapter's folder holds, and calls a broken one an update (aibrix#235)."""
+
+    async def update_adapter(self, adapter: Adapter) -> None:
+        folder = tempfile.mkdtemp(dir=self.spec.workdir)
+        try:
+            tensors = load_file(adapter.save(folder) / "adapter_model.safetensors")
+        except (OSError, SafetensorError):
+            return
+        finally:
+            shutil.rmtree(folder)
+        await super().update_adapter(replace(adapter, tensors=tensors))

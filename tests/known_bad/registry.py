@@ -196,6 +196,12 @@ KNOWN_BAD = (
         frozenset({"COST-002"}),
         "an update with an adapter of 36864 bytes took",
     ),
+    Case(
+        "logs-a-load-error",
+        extras.LogsALoadError,
+        frozenset({"FAIL-004"}),
+        "an adapter whose save raises for a full disk: completion 1 of 8: expected version",
+    ),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -134,3 +137,87 @@ async def unsupported(session: Session) -> str:
             seen = await session.claim(True)
         told.append(f"{name} {'served' if error is None else f'refused ({one_line(error)})'}: {seen}")
     return "; ".join(told)
+
+
+Damage = Callable[[Path], None]
+_TENSORS = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+
+
+def _full_disk(folder: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+
+def _no_tensors(folder: Path) -> None:
+    (folder / _TENSORS).unlink()
+
+
+def _cut_tensors(folder: Path) -> None:
+    _cut(folder / _TENSORS)
+
+
+def _pickle(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / _TENSORS), folder / "adapter_model.bin")
+    (folder / _TENSORS).unlink()
+
+
+def _cut_config(folder: Path) -> None:
+    _cut(folder / _CONFIG)
+
+
+def _no_config(folder: Path) -> None:
+    (folder / _CONFIG).unlink()
+
+
+def _cut(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+
+
+DAMAGES: dict[str, Damage] = {
+    "raises for a full disk": _full_disk,
+    "leaves the tensors out": _no_tensors,
+    "writes half of the tensors": _cut_tensors,
+    "writes a pickle in place of the tensors": _pickle,
+    "writes half of the config": _cut_config,
+    "leaves the config out": _no_config,
+}
+
+
+@dataclass(frozen=True)
+class Damaged(Adapter):
+    """An adapter that is whole, while the folder it saves is not."""
+
+    damage: Damage = _no_tensors
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the folder, and damage it."""
+        path = super().save(folder)
+        self.damage(path)
+        return path
+
+
+async def damaged_folders(session: Session) -> str:
+    """Each damage once: the rollout may not have used the folder at all, and then has to serve."""
+    await session.update()
+    served, refused = list[str](), list[str]()
+    for how, damage in DAMAGES.items():
+        good = session.adapter()
+        adapter = Damaged(good.version, good.config, good.tensors, damage)
+        with about(f"an adapter whose save {how}"):
+            error = await session.push(adapter)
+            # The history knows whether the update was refused, and so which version has to answer.
+            told = await session.claim(True)
+        (served if error is None else refused).append(how if error is None else f"{how} ({one_line(error)})")
+    await session.update()
+    after = await session.claim(True)
+    return "; ".join(
+        [
+            f"{len(served)} of {len(DAMAGES)} served without the folder",
+            *(f"refused: {how}" for how in refused),
+            f"last: {told}",
+            f"a whole one after: {after}",
+        ]
+    )
