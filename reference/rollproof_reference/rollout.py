@@ -23,6 +23,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,7 +40,14 @@ from rollproof.protocol import (
 
 from .check import AdapterError, model_layers, plain_adapter
 from .engine import describe, start_engine
-from .sampling import ROUTES, check_request, completions, sampling_params
+from .sampling import (
+    ROUTES,
+    check_request,
+    completions,
+    prompt_scores,
+    sampling_params,
+    scoring_params,
+)
 from .sync.disk import DiskSync
 from .sync.tensors import TensorSync
 
@@ -74,6 +82,8 @@ class AsyncRollout:
             Capability.CONTINUE_MIXED,
             Capability.CANCEL,
             Capability.ROUTES,
+            Capability.SAMPLES,
+            Capability.PROMPT_LOGPROBS,
             Capability.UNLOAD,
             Capability.COUNTERS,
             Capability.PROCESSES,
@@ -108,8 +118,21 @@ class AsyncRollout:
         Raises ValueError for a prompt that doesn't fit or an unknown route, and RolloutClosedError once
         closed.
         """
-        outputs, version = await self._ask(request, sampling_params(request))
-        return completions(outputs, version)[0]
+        return (await self.generate_n(request, 1))[0]
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
+        """Sample ``n`` completions of one prompt, each with a seed of its own (see ``generate``)."""
+        outputs, version = await self._ask(request, sampling_params(request, n))
+        return completions(outputs, version)
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> list[float]:
+        """Score the prompt's tokens but the first, under the newest adapter or the base model.
+
+        On models whose output layer can take an adapter, vLLM may not have other requests beside it.
+        """
+        asked = replace(request, max_tokens=1, route="default")
+        outputs, _ = await self._ask(asked, scoring_params())
+        return prompt_scores(outputs[-1])
 
     async def update_adapter(self, adapter: Adapter) -> None:
         """Serve ``adapter`` from now on; on any error the old one still serves.

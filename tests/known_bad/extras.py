@@ -27,6 +27,29 @@ class DropsItOnOneRoute(AsyncRollout):
         return await super().generate(replace(request, adapter=request.adapter and request.route != "stream"))
 
 
+class OneSampleInFour(AsyncRollout):
+    """Sends each sample as a request of its own, and the adapter with the first alone."""
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
+        first, *others = await super().generate_n(request, n)
+        rest = await super().generate_n(replace(request, adapter=False), n) if others else []
+        return [first, *rest[1:]]
+
+
+class CopiesTheSample(AsyncRollout):
+    """Gives every sample of a prompt the request's own seed, which makes them one."""
+
+    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
+        return [(await super(CopiesTheSample, self).generate_n(request, 1))[0] for _ in range(n)]
+
+
+class ScoresTheBase(AsyncRollout):
+    """Scores prompts without the adapter that completions are sampled with (vllm#51594)."""
+
+    async def prompt_logprobs(self, request: GenerateRequest) -> list[float]:
+        return await super().prompt_logprobs(replace(request, adapter=False))
+
+
 class TrustsTheCheckpoint(AsyncRollout):
     """Takes the first version of a resumed run for one that the engine has already (verl#3541)."""
 

@@ -202,6 +202,19 @@ KNOWN_BAD = (
         frozenset({"FAIL-004"}),
         "an adapter whose save raises for a full disk: completion 1 of 8: expected version",
     ),
+    Case(
+        "one-sample-in-four",
+        extras.OneSampleInFour,
+        frozenset({"SYNC-009"}),
+        "of the 4 samples of one prompt: completion 2 of 4: expected version",
+    ),
+    Case("copies-the-sample", extras.CopiesTheSample, frozenset({"SYNC-009"}), "not drawn independently"),
+    Case(
+        "scores-the-base",
+        extras.ScoresTheBase,
+        frozenset({"NUM-005"}),
+        "prompt_logprobs with the adapter: completion 1 of 4: expected version",
+    ),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 

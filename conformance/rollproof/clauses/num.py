@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..outcome import FailureError, about
+from ..protocol import Capability, GenerateRequest
 from ..session import Session
+
+SCORED = 4
 
 
 async def each_module(session: Session) -> str:
@@ -50,3 +55,28 @@ async def ownership(session: Session) -> str:
         tensor.fill_(0.5)
     told = await session.claim(True)
     return f"unwritten by the update, and overwritten after it: {told}"
+
+
+async def teacher_forced(session: Session) -> str:
+    """Completions scored a second time as part of the prompt, with the adapter and without."""
+    await session.update()
+    told = [await _scored(session, adapter=True)]
+    if session.subject.has(Capability.BASE):
+        told.append(await _scored(session, adapter=False))
+    return "; the base model: ".join(told)
+
+
+async def _scored(session: Session, *, adapter: bool) -> str:
+    async def attempt(n_tokens: int) -> str:
+        exchanges = await session.ask(session.requests(session.prompts(SCORED), n_tokens, adapter=adapter))
+        session.verify(exchanges)
+        again = []
+        for e in exchanges:
+            tokens = e.completion.token_ids
+            request = GenerateRequest((*e.request.prompt_token_ids, *tokens), 1, adapter=adapter)
+            found = await session.subject.prompt_logprobs(request)
+            again.append(replace(e, completion=replace(e.completion, logprobs=found[-len(tokens) :])))
+        with about(f"prompt_logprobs {'with the adapter' if adapter else 'of the base model'}"):
+            return session.verify(again)
+
+    return await session.grow(attempt)

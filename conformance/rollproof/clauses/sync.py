@@ -11,6 +11,7 @@ from ..session import MAX_TOKENS, Session
 
 UPDATES = 5
 RESUMED = 1000
+SAMPLES = 4
 
 
 async def before_first_update(session: Session) -> str:
@@ -110,6 +111,26 @@ async def unchanged(session: Session) -> str:
     with about("an update after one that changed nothing"):
         after = await session.claim(True)
     return f"the same tensors: {same}; B of zero: {inert}; an update after it: {after}"
+
+
+async def several_samples(session: Session) -> str:
+    """A few prompts with several samples each, after two updates; each sample is judged for itself."""
+    for _ in range(2):
+        await session.update()
+
+    async def attempt(n_tokens: int) -> str:
+        for request in session.requests(session.prompts(SAMPLES), n_tokens):
+            exchanges = await session.subject.generate_n(replace(request, temperature=1.0), SAMPLES)
+            with about(f"of the {SAMPLES} samples of one prompt"):
+                told = session.verify(exchanges)
+            if len({e.completion.token_ids for e in exchanges}) == 1:
+                raise FailureError(
+                    f"the {SAMPLES} samples of one prompt, at temperature 1, have the same "
+                    f"{len(exchanges[0].completion.token_ids)} tokens: they are not drawn independently"
+                )
+        return f"{SAMPLES} samples of each of {SAMPLES} prompts; last: {told}"
+
+    return await session.grow(attempt)
 
 
 async def _claim_on(session: Session, route: str, adapter: bool) -> str:
