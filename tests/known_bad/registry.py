@@ -13,8 +13,7 @@ from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
-from . import flight, seed, updates
-from . import extras, seed, updates
+from . import extras, flight, seed, updates
 
 
 @dataclass(frozen=True)
