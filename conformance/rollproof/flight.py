@@ -6,6 +6,7 @@ Nothing here knows a clause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,15 @@ from .judge import Tolerance, rms
 from .oracle import Oracle, Sample
 from .protocol import IN_FLIGHT, Capability
 
+_WINDOW = 4
+"""Tokens are explained where no so many in a row are off by twice what a completion may be: the noise of
+a single token is too wide to tell versions apart in half precision."""
+
 _BACK = 8
 """A version that agrees with its successor on some tokens by chance may have given way so many earlier."""
+
+_BEAM = 3
+"""So many mixes are followed further at a time."""
 
 _BLOCK = 16
 """Boundaries inside a long prompt are looked for at multiples of this many tokens first."""
@@ -54,19 +62,24 @@ def admitted(
 
 @dataclass(frozen=True)
 class _Fit:
-    """A mix, the number of tokens from the first on that it explains, and its distance over all."""
+    """A mix, how far each token is from it [T], and how many from the first on it explains."""
 
     mix: Mixed
+    off: torch.Tensor
     explained: int
-    distance: float
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.mix if len(self.mix.parts) > 1 else self.mix.parts[0][0]
 
     @property
     def rank(self) -> tuple[int, float]:
         return self.explained, -self.distance
 
     @property
-    def candidate(self) -> Candidate:
-        return self.mix if len(self.mix.parts) > 1 else self.mix.parts[0][0]
+    def distance(self) -> float:
+        """Over the tokens that it explains."""
+        return rms(self.off[: self.explained]).item() if self.explained else math.inf
 
 
 class _Search:
@@ -85,46 +98,59 @@ class _Search:
         self._last_prompt = len(sample.prompt) - 1
 
     def best(self) -> Candidate:
-        """The mix that explains the most tokens; of those the nearest."""
+        """The nearest of the mixes that explain all tokens, or else the one that explains the most."""
         whole = [self._fit(Mixed(((version, 0),))) for version in self._chain]
-        best = max(whole, key=lambda fit: fit.rank)
-        for index in range(len(self._served.at_start)):
-            for recomputed in (False, True):
-                if best.explained < len(self._observed):
-                    grown = self._grown(whole[index], index, recomputed)
-                    best = max(best, grown, key=lambda fit: fit.rank)
-        return best.candidate
+        found = list(whole)
+        for recomputed in (False, True):
+            beam = whole  # one that waited for its turn may have begun with a version that came later
+            while beam and not any(self._settled(fit, len(self._observed)) for fit in found):
+                longer = [better for fit in beam for better in self._switched(fit, recomputed)]
+                beam = sorted(longer, key=lambda fit: fit.rank, reverse=True)[:_BEAM]
+                found += beam
+        return max(found, key=lambda fit: fit.rank).candidate
 
     def _fit(self, mix: Mixed) -> _Fit:
-        off = self._oracle.score(mix, [self._sample])[0].logprobs - self._observed
-        wrong = (~(off.abs() <= self._tolerance.token)).nonzero()
-        return _Fit(mix, int(wrong[0]) if len(wrong) else len(off), rms(off).item())
+        off = (self._oracle.score(mix, [self._sample])[0].logprobs - self._observed).double()
+        windows = rms(off.unfold(0, min(_WINDOW, len(off)), 1))
+        wrong = (~(windows <= 2 * self._tolerance.completion)).nonzero()
+        return _Fit(mix, off, int(wrong[0]) if len(wrong) else len(off))
 
-    def _grown(self, fit: _Fit, index: int, recomputed: bool) -> _Fit:
-        while fit.explained < len(self._observed):
-            options = [
-                self._fit(Mixed((*fit.mix.parts, (version, first)), recomputed))
-                for version in self._chain[index + 1 :]
-                for first in self._firsts(fit, recomputed)
-            ]
-            better = max(options, key=lambda fit: fit.rank, default=fit)
-            if fit.explained == better.explained == 0 and options and not recomputed:
-                better = self._refined(better)
-            if better.explained <= fit.explained:
-                return fit
-            fit, index = better, self._chain.index(better.mix.parts[-1][0])
-        return fit
+    def _settled(self, fit: _Fit, n_tokens: int) -> bool:
+        """Whether so many tokens are explained, and no worse than usual noise would have it."""
+        usual = max(3 * self._tolerance.noise, self._tolerance.completion / 10)
+        return fit.explained >= n_tokens and fit.distance <= usual
+
+    def _switched(self, fit: _Fit, recomputed: bool) -> list[_Fit]:
+        """Ways to go on with a later version that explain more; one that leaves no doubt stands alone."""
+        better = []
+        for version in self._chain[self._chain.index(fit.mix.parts[-1][0]) + 1 :]:
+            for first in self._firsts(fit, recomputed):
+                found = self._fit(Mixed((*fit.mix.parts, (version, first)), recomputed))
+                token = max(0, first - self._last_prompt)
+                if self._settled(found, min(token + _WINDOW, len(self._observed))):
+                    return [found]
+                if found.explained > fit.explained:
+                    better.append(found)
+            if fit.explained == 0 and not better and len(fit.mix.parts) == 1 and not recomputed:
+                better += self._refined(fit, version)
+        return better
 
     def _firsts(self, fit: _Fit, recomputed: bool) -> Iterator[int]:
         """Positions at which the next version may have taken over, the likeliest first."""
-        here, since = self._last_prompt + fit.explained, fit.mix.parts[-1][1]
-        yield from range(here, max(since, here - _BACK - 1, self._last_prompt - 1), -1)
-        if fit.explained == 0 and not recomputed:  # while the prompt was computed, in chunks
-            step = 1 if self._last_prompt <= 4 * _BLOCK else _BLOCK
-            yield from range(step, self._last_prompt, step)
+        since, end = fit.mix.parts[-1][1], self._last_prompt + len(self._observed)
+        here = self._last_prompt + fit.explained  # the window that is off may begin before the switch
+        latest, earliest = min(here + _WINDOW, end) - 1, max(since + 1, here - _BACK, self._last_prompt)
+        yield from range(latest, earliest - 1, -1)
+        if fit.explained == 0 and since == 0 and not recomputed:  # while the prompt was computed, in chunks
+            yield from range(_BLOCK, self._last_prompt, _BLOCK)
 
-    def _refined(self, fit: _Fit) -> _Fit:
-        *parts, (version, first) = fit.mix.parts
-        around = range(max(1, first - _BLOCK + 1), min(self._last_prompt, first + _BLOCK))
-        mixes = [Mixed((*parts, (version, other))) for other in around]
-        return max(map(self._fit, mixes), key=lambda fit: fit.rank, default=fit)
+    def _refined(self, fit: _Fit, version: int) -> list[_Fit]:
+        """With a boundary inside the prompt, near the multiple of a block that comes nearest."""
+        coarse = range(_BLOCK, self._last_prompt, _BLOCK)
+        near = min(coarse, key=lambda first: self._apart(fit, version, first), default=1)
+        around = range(max(1, near - _BLOCK + 1), min(self._last_prompt, near + _BLOCK))
+        found = [self._fit(Mixed((*fit.mix.parts, (version, first)))) for first in around]
+        return [fit for fit in found if fit.explained]
+
+    def _apart(self, fit: _Fit, version: int, first: int) -> float:
+        return rms(self._fit(Mixed((*fit.mix.parts, (version, first)))).off).item()
