@@ -94,7 +94,7 @@ class Session:
         return adapter
 
     async def offer(self, adapter: Adapter) -> Exception | None:
-        """Send an adapter that has to be refused, and of which the oracle knows nothing."""
+        """Send an adapter of which the oracle knows nothing: one that has to be refused, or one of many."""
         self.updated = True
         return await self.subject.update(adapter)
 

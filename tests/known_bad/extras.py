@@ -17,7 +17,11 @@ from rollproof.protocol import Adapter, Completion, GenerateRequest, LoadedAdapt
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollproof.protocol import RolloutSpec
     from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.sync import Sync
 
 
 class DropsItOnOneRoute(AsyncRollout):
@@ -96,6 +100,18 @@ class UnloadsTheListAlone(AsyncRollout):
 
     async def loaded_adapters(self) -> list[LoadedAdapter]:
         return await super().loaded_adapters() if self._listed else []
+
+
+class KeepsACopy(AsyncRollout):
+    """Keeps every adapter that it ever sent, in its own memory (vllm#42207)."""
+
+    def __init__(self, engine: AsyncLLM, spec: RolloutSpec, sync: Sync, served: list[str]) -> None:
+        super().__init__(engine, spec, sync, served)
+        self._kept: list[PlainAdapter] = []
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await super()._commit(version, digest, plain)
+        self._kept.append(plain)
 
 
 class ScalesAgain(AsyncRollout):

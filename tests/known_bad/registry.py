@@ -214,6 +214,7 @@ KNOWN_BAD = (
         frozenset({"NUM-005"}),
         "prompt_logprobs with the adapter: completion 1 of 4: expected version",
     ),
+    Case("keeps-a-copy", extras.KeepsACopy, frozenset({"LIFE-003"}), "host memory grows by"),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
 )
 
