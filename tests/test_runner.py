@@ -27,7 +27,7 @@ async def test_a_right_rollout_passes_what_it_declares(tmp_path: Path):
     assert report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED) == set()
     assert report.outcomes(Outcome.NOT_APPLICABLE) == {
         *("SYNC-006", "SYNC-009", "NUM-005", "ID-001", "ID-002", "LIFE-003", "LIFE-004", "CACHE-001"),
-        *("COST-001", "COST-002", "COST-003"),
+        *("COST-001", "COST-002", "COST-003", "SLEEP-001", "SLEEP-002"),
     }
     assert (tmp_path / "history.jsonl").read_text().count('"update ended"') > 20
 

@@ -6,7 +6,8 @@ Read ``rollout.py`` first; the rest is what it stands on.
 from .check import AdapterError
 from .engine import start_engine
 from .rank import RankError, max_lora_rank
-from .rollout import AsyncRollout, RolloutClosedError, make
+from .rollout import AsyncRollout, RolloutClosedError
+from .start import make
 
 __all__ = [
     "AdapterError",

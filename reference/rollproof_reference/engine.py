@@ -46,6 +46,12 @@ def describe(engine: AsyncLLM) -> dict[str, str]:
     }
 
 
+def can_sleep(engine: AsyncLLM) -> bool:
+    """Whether it can free the device's memory. On the CPU vLLM's sleep frees nothing, and blocks requests."""
+    model = getattr(getattr(engine, "vllm_config", None), "model_config", None)
+    return torch.cuda.is_available() and bool(getattr(model, "enable_sleep_mode", False))
+
+
 def start_engine(spec: RolloutSpec, **overrides: Any) -> AsyncLLM:
     """Start vLLM for this spec with LoRA enabled, sized for ``spec.max_lora_rank``.
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +38,7 @@ from rollproof.protocol import (
 )
 
 from .check import AdapterError, model_layers, plain_adapter
-from .engine import describe, start_engine
+from .engine import can_sleep, describe
 from .sampling import (
     ROUTES,
     check_request,
@@ -48,8 +47,6 @@ from .sampling import (
     sampling_params,
     scoring_params,
 )
-from .sync.disk import DiskSync
-from .sync.tensors import TensorSync
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -69,7 +66,7 @@ class RolloutClosedError(RuntimeError):
 
 
 class AsyncRollout:
-    """An AsyncLLM and the adapter it serves. Use it from one event loop; ``make`` starts one."""
+    """An AsyncLLM and the adapter it serves. Use it from one event loop; ``make`` (start.py) starts one."""
 
     capabilities = frozenset(
         {
@@ -102,6 +99,9 @@ class AsyncRollout:
         self.version: int | None = None
         self._layers = model_layers(spec.model_path)
         self.served = served
+        if can_sleep(engine):
+            self.capabilities |= {Capability.SLEEP}
+        self._asleep = 0
         self._digest = ""
         self._rank: int | None = None
         self._path: str | None = None
@@ -155,12 +155,37 @@ class AsyncRollout:
         """
         async with self._updating:
             self._check_open()
-            if self._running:
-                raise RuntimeError(f"{len(self._running)} requests are running; await or cancel them first")
+            self._check_idle()
             self.version, self._digest, self._rank, self._path = None, "", None, None
             self._epoch += 1
             await _to_the_end(self.engine.remove_lora(self.lora_int_id))
             self.sync.unloaded()
+
+    async def sleep(self, level: int) -> None:
+        """Free the device's memory until ``wake``: level 1 keeps the weights on the host, 2 drops them.
+
+        Raises RuntimeError while requests run. Until ``wake`` every other call does.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level is {level!r}; allowed: 1, 2")
+        async with self._updating:
+            self._check_open()
+            self._check_idle()
+            self._asleep = level
+            await self.engine.sleep(level)
+
+    async def wake(self) -> None:
+        """Serve again what was served before ``sleep``."""
+        async with self._updating:
+            if self._closed or not self._asleep:
+                raise RuntimeError("the rollout doesn't sleep")
+            await self.engine.wake_up()
+            if self._asleep == 2:
+                # The adapter's buffers went with the base weights.
+                await self.engine.collective_rpc("rollproof_reload")
+                await self.sync.restore(self.engine, self.lora_name, self.lora_int_id)
+            self._epoch += 1
+            self._asleep = 0
 
     async def loaded_adapters(self) -> list[LoadedAdapter]:
         """What the engine itself lists, with the name and rank of the one that this rollout loaded."""
@@ -266,6 +291,12 @@ class AsyncRollout:
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutClosedError("the rollout is closed; start another with make()")
+        if self._asleep:
+            raise RuntimeError(f"the rollout sleeps at level {self._asleep}; wake it first")
+
+    def _check_idle(self) -> None:
+        if self._running:
+            raise RuntimeError(f"{len(self._running)} requests are running; await or cancel them first")
 
 
 async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
@@ -282,42 +313,3 @@ async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
             _log.warning("the cancelled update failed, and the old adapter still serves: %s", failure)
         raise cancelled
     return task.result()
-
-
-@asynccontextmanager
-async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIterator[AsyncRollout]:
-    """Start an engine and a rollout on it; both end with the context.
-
-    ``sync`` is "disk" or "tensors"; further options go to vLLM's engine arguments, read as JSON
-    where they are JSON (``enforce_eager=true``, ``gpu_memory_utilization=0.3``).
-    """
-    if sync not in ("disk", "tensors"):
-        raise ValueError(f"sync is {sync!r}; allowed: disk, tensors")
-    llm = start_engine(spec, **{key: _value(text) for key, text in engine.items()})
-    rollout: AsyncRollout | None = None
-    try:
-        worker = (await llm.collective_rpc("rollproof_describe"))[0]
-        if sync == "tensors" and worker["lacking"]:
-            _log.warning(
-                "this vLLM lacks %s, which updates from memory need; updating over the disk instead",
-                ", ".join(worker["lacking"]),
-            )
-            sync = "disk"
-        strategy = DiskSync(spec.workdir) if sync == "disk" else TensorSync()
-        rollout = AsyncRollout(llm, spec, strategy, worker["served"])
-        if worker["uncounted"]:
-            _log.warning("this vLLM can't be counted in: %s", worker["uncounted"])
-            rollout.capabilities -= {Capability.COUNTERS}
-        yield rollout
-    finally:
-        if rollout is not None:
-            await rollout.close()
-        else:
-            llm.shutdown()
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -100,6 +100,34 @@ class AdapterWorker:
                 _activate(manager, old)
             raise
 
+    def rollproof_reload(self) -> None:
+        """Read the base weights from the model's folder again, after a sleep that dropped them."""
+        runner = self.model_runner
+        wrapped = _without_reload(runner.get_model())
+        try:
+            for parent, leaf, layer in wrapped:
+                setattr(parent, leaf, layer.base_layer)
+            runner.reload_weights()
+        finally:
+            for parent, leaf, layer in wrapped:
+                setattr(parent, leaf, layer)
+        # What the kernels read of the last batch was dropped too; vLLM rewrites it for another mapping only.
+        runner.lora_manager._adapter_manager._last_mapping = None
+
+
+def _without_reload(model: Any) -> list[tuple[Any, str, Any]]:
+    """The layers that LoRA wraps, as (parent, name, wrapper), where a wrapper can't load weights itself.
+
+    vLLM before 0.28 looks their weights up by the names they have without the wrapper (vllm#39934).
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    if hasattr(BaseLayerWithLoRA, "load_weights"):
+        return []
+    modules = dict(model.named_modules())
+    places = ((*name.rpartition(".")[::2], layer) for name, layer in modules.items())
+    return [(modules[up], leaf, layer) for up, leaf, layer in places if isinstance(layer, BaseLayerWithLoRA)]
+
 
 def _count(runner: Any) -> dict[str, int]:
     """Count the adapters that vLLM loads from folders, and the steps that compute a token."""

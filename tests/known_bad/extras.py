@@ -168,3 +168,21 @@ class LogsALoadError(AsyncRollout):
         finally:
             shutil.rmtree(folder)
         await super().update_adapter(replace(adapter, tensors=tensors))
+
+
+class WakesWithoutTheAdapter(AsyncRollout):
+    """Serves the base model to all once it has slept, until the next update (vllm#53888)."""
+
+    async def wake(self) -> None:
+        await super().wake()
+        self._path = None
+
+
+class WakesWithoutTheBase(AsyncRollout):
+    """Restores the adapter alone after a sleep that dropped the base weights too (verl#3461)."""
+
+    async def wake(self) -> None:
+        await self.engine.wake_up()
+        await self.sync.restore(self.engine, self.lora_name, self.lora_int_id)
+        self._epoch += 1
+        self._asleep = 0

@@ -21,7 +21,8 @@ class Case:
     """One rollout: ``fails`` is the exact set, blocked clauses apart; ``word`` is in each message.
 
     ``engine`` are engine arguments that need an engine of its own; ``cpu_only`` marks faults of
-    vLLM's CPU kernels; ``does`` says what is wrong where the fault isn't in the rollout's class.
+    vLLM's CPU kernels, ``gpu_only`` those that only a GPU shows; ``does`` says what is wrong where
+    the fault isn't in the rollout's class.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Case:
     sync: Callable[[RolloutSpec], Sync] = lambda spec: DiskSync(spec.workdir)
     engine: dict[str, Any] = field(default_factory=dict)
     cpu_only: bool = False
+    gpu_only: bool = False
     does: str = ""
 
     @property
@@ -213,6 +215,22 @@ KNOWN_BAD = (
         extras.ScoresTheBase,
         frozenset({"NUM-005"}),
         "prompt_logprobs with the adapter: completion 1 of 4: expected version",
+    ),
+    Case(
+        "wakes-without-the-adapter",
+        extras.WakesWithoutTheAdapter,
+        frozenset({"SLEEP-001", "SLEEP-002"}),
+        "and wake(), cycle 1: completions with the adapter, asked before: completion 1 of 4: expected",
+        engine={"enable_sleep_mode": True},
+        gpu_only=True,
+    ),
+    Case(
+        "wakes-without-the-base",
+        extras.WakesWithoutTheBase,
+        frozenset({"SLEEP-002"}),
+        "after sleep(2) and wake(), cycle 1",
+        engine={"enable_sleep_mode": True},
+        gpu_only=True,
     ),
     Case("keeps-a-copy", extras.KeepsACopy, frozenset({"LIFE-003"}), "host memory grows by"),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),

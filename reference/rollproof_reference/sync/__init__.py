@@ -23,6 +23,10 @@ class Sync(Protocol):
         """Replace the weights under ``int_id``; return the ``lora_path`` for requests."""
         ...
 
+    async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
+        """Load what was pushed last once more, which the engine has lost; without any, remove ``int_id``."""
+        ...
+
     def unloaded(self) -> None:
         """The adapter was removed from the engine: there is nothing to go back to."""
         ...

@@ -41,15 +41,19 @@ class DiskSync:
             await _load(engine, name, int_id, folder)
         except Exception:
             # vLLM may have removed the old adapter before it failed on the new one.
-            if self._current is not None:
-                await _load(engine, name, int_id, self._current)
-            else:
-                await engine.remove_lora(int_id)
+            await self.restore(engine, name, int_id)
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self.unloaded()
         self._current = folder
         return str(folder)
+
+    async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
+        """Have vLLM read the last folder again."""
+        if self._current is not None:
+            await _load(engine, name, int_id, self._current)
+        else:
+            await engine.remove_lora(int_id)
 
     def next_folder(self, adapter: PlainAdapter) -> Path:
         """A folder that isn't there yet, on the first root that has room for two such adapters."""

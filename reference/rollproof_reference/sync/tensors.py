@@ -32,13 +32,17 @@ class TensorSync:
             await engine.collective_rpc("rollproof_swap", args=(int_id, *new))
         except Exception:
             # The worker that failed has put the old adapter back; others may have gone on to the new.
-            if self._last is not None:
-                await engine.collective_rpc("rollproof_swap", args=(int_id, *self._last))
-            else:
-                await engine.remove_lora(int_id)
+            await self.restore(engine, name, int_id)
             raise
         self._last = new
         return _NO_FOLDER
+
+    async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
+        """Send the last tensors again."""
+        if self._last is not None:
+            await engine.collective_rpc("rollproof_swap", args=(int_id, *self._last))
+        else:
+            await engine.remove_lora(int_id)
 
     def unloaded(self) -> None:
         """Forget the last adapter."""
