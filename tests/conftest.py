@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from hypothesis import settings
 from rollproof.models import make_adapter, make_model
 from rollproof.oracle import Oracle
 from rollproof.protocol import Adapter, RolloutSpec
+
+# On models this small threads only wait for each other: in the oracle and in the engine, one each.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 settings.register_profile("ci", deadline=None, max_examples=100, print_blob=True)
 settings.register_profile("long", deadline=None, max_examples=20_000, print_blob=True)

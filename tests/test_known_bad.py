@@ -15,7 +15,6 @@ from rollproof import Outcome, Report, Settings, check_rollout
 from rollproof.bench import Bench
 from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
-from rollproof.session import SIZES
 from rollproof.spec import clauses
 from rollproof_reference import AsyncRollout
 
@@ -37,7 +36,7 @@ def kills(pytestconfig: pytest.Config) -> Iterator[dict[str, Report]]:
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     """All judge with one model, so what the oracle measures is the same for all."""
-    return Bench(SIZES)
+    return Bench()
 
 
 def settings(spec: RolloutSpec) -> Settings:

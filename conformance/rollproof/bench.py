@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .calibrate import Calibration, Size
+from .calibrate import Calibration
 from .oracle import Oracle
 from .protocol import RolloutSpec
+from .session import SIZES
 
 
 class Bench:
@@ -15,8 +16,7 @@ class Bench:
     Used by one run at a time: each begins with ``clear``.
     """
 
-    def __init__(self, sizes: tuple[Size, ...]) -> None:
-        self._sizes = sizes
+    def __init__(self) -> None:
         self._oracles: dict[tuple[str, str, str], Oracle] = {}
         self._calibrations: dict[tuple[str, str, str, int], Calibration] = {}
 
@@ -31,7 +31,7 @@ class Bench:
         """What was measured with that oracle and this seed."""
         key = spec.model_path, spec.dtype, device, seed
         if key not in self._calibrations:
-            self._calibrations[key] = Calibration(self.oracle(spec, device), seed, self._sizes)
+            self._calibrations[key] = Calibration(self.oracle(spec, device), seed, SIZES)
         return self._calibrations[key]
 
     def clear(self) -> None:

@@ -37,7 +37,7 @@ class Calibration:
     def __init__(self, oracle: Oracle, seed: int, sizes: Sequence[Size]) -> None:
         self.oracle = oracle
         self._seed = seed
-        self._measured: dict[tuple[float, Size], tuple[Tolerance, float]] = {}
+        self._measured: dict[tuple[float | str, Size], tuple[Tolerance, float]] = {}
         powers: dict[float, float] = {}
         for strength in STRENGTHS:
             powers[strength] = min(self._power(strength, size) for size in sizes)
@@ -51,6 +51,12 @@ class Calibration:
 
     def measure(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         """An adapter's own tolerance, and its least distance in nats from the base model."""
+        key = adapter.digest(), size
+        if key not in self._measured:
+            self._measured[key] = self._own(adapter, size)
+        return self._measured[key]
+
+    def _own(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         generator = torch.Generator().manual_seed(self._seed)
         self.oracle.add(adapter)
         samples = _complete(self.oracle, adapter.version, *size, generator)

@@ -26,7 +26,7 @@ from .models import make_model
 from .oracle import ModelError
 from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
 from .protocol import RolloutFactory, RolloutSpec
-from .session import SIZES, Session
+from .session import Session
 from .settings import Settings
 from .spec import Clause, select
 from .subject import Deadlines, Subject, told
@@ -77,7 +77,7 @@ class Runner:
         self._scratch = tempfile.TemporaryDirectory(prefix="rollproof-")
         self._stream = None if folder is None else (folder / "history.jsonl").open("w", encoding="utf-8")
         self._session: Session | None = None
-        self._bench = bench or Bench(SIZES)
+        self._bench = bench or Bench()
         self._bench.clear()
 
     async def run(self, clause: Clause) -> Result:
