@@ -80,10 +80,18 @@ def known_bad(session: nox.Session) -> None:
     """Which known-bad rollout fails which clause: printed, and written to conformance/KILLS.md."""
     install(session, engine(), groups=("test",))
     session.run(
-        *("python", "-m", "pytest", "tests/test_known_bad.py", "-s", "--kills", "conformance/KILLS.md"),
+        *("python", "-m", "pytest", "tests/test_known_bad.py", "--kills", "conformance/KILLS.md"),
+        *("-n", "2"),  # each with an engine of its own, on one core
         *session.posargs,
         env=environment(),
     )
+
+
+@nox.session
+def false_alarms(session: nox.Session) -> None:
+    """How often a right rollout fails, in ``-- --runs N`` runs (100) of each; hours long, so not in CI."""
+    install(session, engine(), groups=("test",))
+    session.run("python", "tests/false_alarms.py", *session.posargs, env=environment())
 
 
 @nox.session

@@ -30,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", metavar="FILE", help="write which known-bad rollout fails what")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("kills"):
+        from known_bad import KNOWN_BAD
+        from known_bad.kills import Kills
+
+        config.pluginmanager.register(Kills(file, {case.name: case.fault for case in KNOWN_BAD}))
+
+
 MakeAdapter = Callable[..., Adapter]
 
 

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 from rollproof.protocol import RolloutSpec
 from rollproof_reference import AsyncRollout, start_engine
 from rollproof_reference.sync import Sync
-from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
-from . import extras, flight, seed, updates
-
-
-@dataclass(frozen=True)
-class Case:
-    """One rollout: ``fails`` is the exact set, blocked clauses apart; ``word`` is in each message.
-
-    ``engine`` are engine arguments that need an engine of its own; ``cpu_only`` marks faults of
-    vLLM's CPU kernels, ``gpu_only`` those that only a GPU shows; ``does`` says what is wrong where
-    the fault isn't in the rollout's class.
-    """
-
-    name: str
-    rollout: type[AsyncRollout]
-    fails: frozenset[str] = frozenset()
-    word: str = ""
-    sync: Callable[[RolloutSpec], Sync] = lambda spec: DiskSync(spec.workdir)
-    engine: dict[str, Any] = field(default_factory=dict)
-    cpu_only: bool = False
-    gpu_only: bool = False
-    does: str = ""
-
-    @property
-    def fault(self) -> str:
-        """What it does wrong, in a sentence: its rollout's own, where that isn't the reference."""
-        return self.does or " ".join((self.rollout.__doc__ or "").split())
+from . import extras, flight, lifecycle, numbers, odd, requests, sampling, seed, updates
+from .case import Case
 
 
 def _tensors(_: RolloutSpec) -> Sync:
@@ -234,6 +207,10 @@ KNOWN_BAD = (
     ),
     Case("keeps-a-copy", extras.KeepsACopy, frozenset({"LIFE-003"}), "host memory grows by"),
     Case("refuses-the-same", extras.RefusesTheSame, frozenset({"SYNC-008"}), "has the tensors of version"),
+    *requests.CASES,
+    *numbers.CASES,
+    *lifecycle.CASES,
+    *sampling.CASES,
 )
 
 ODD_BUT_RIGHT = (
@@ -241,6 +218,7 @@ ODD_BUT_RIGHT = (
     Case("finishes-on-old", flight.FinishesOnOld),
     Case("restarts", flight.Restarts),
     Case("aborts-in-flight", flight.AbortsInFlight),
+    *odd.ODD,
 )
 
 
