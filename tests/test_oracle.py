@@ -137,7 +137,7 @@ def test_a_made_model_is_the_same_every_time_and_peaked(
 def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path):
     with pytest.raises(ModelError, match=r"^no model at '.*': .* a Hugging Face folder with a config.json$"):
         Oracle(tmp_path / "missing", torch.float32)
-    with pytest.raises(ValueError, match="there are tiny-qwen2, qwen2-0.5b"):
+    with pytest.raises(ValueError, match="there are tiny-qwen2, tiny-llama"):
         make_model(tmp_path / "x", "gpt-5")
     assert not (tmp_path / "x").exists()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a Qwen2 model; ``dtype`` is that of the weights on disk."""
+    """A made model's family, which is transformers' ``model_type``, and its size.
 
+    ``dtype`` is that of the weights on disk. ``config`` goes to the family's config class as it is.
+    """
+
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -33,12 +37,52 @@ class Shape:
     num_attention_heads: int
     num_key_value_heads: int
     dtype: torch.dtype = torch.float32
+    config: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the logits.
+
+        Normal logits over V tokens freeze onto a few of them at a spread of sqrt(2 ln V) (the random
+        energy model); just beyond it the entropy is between two and three nats for any V here.
+        """
+        return 1.1 * math.sqrt(2 * math.log(self.vocab_size))
+
+
+_TINY = (1024, 128, 256, 2, 4, 2)
 
 SHAPES = {
-    "tiny-qwen2": Shape(1024, 128, 256, 2, 4, 2),
-    "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, torch.bfloat16),
+    "tiny-qwen2": Shape("qwen2", *_TINY),
+    "tiny-llama": Shape("llama", *_TINY),
+    "tiny-qwen3": Shape("qwen3", *_TINY, config={"head_dim": 32}),
+    "tiny-gemma3": Shape(
+        "gemma3_text",
+        *_TINY,
+        config={
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 128,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "tiny-qwen3-moe": Shape(
+        "qwen3_moe",
+        *_TINY,
+        config={
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen2-0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, torch.bfloat16),
+    "qwen2-7b": Shape("qwen2", 152064, 3584, 18944, 28, 28, 4, torch.bfloat16),
 }
+"""Every family that vLLM serves with LoRA in its own way: biases (Qwen2), norms of q and k (Qwen3), tied
+and scaled embeddings, sliding windows and soft caps (Gemma), routed experts (MoE)."""
 
 
 def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> Path:
@@ -49,51 +93,68 @@ def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> 
     """
     if shape not in SHAPES:
         raise ValueError(f"no made model is called {shape!r}; there are {', '.join(SHAPES)}")
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     size = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden_size,
-        intermediate_size=size.intermediate_size,
-        num_hidden_layers=size.num_hidden_layers,
-        num_attention_heads=size.num_attention_heads,
-        num_key_value_heads=size.num_key_value_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    common = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": size.intermediate_size,
+        "num_hidden_layers": size.num_hidden_layers,
+        "num_attention_heads": size.num_attention_heads,
+        "num_key_value_heads": size.num_key_value_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = AutoConfig.for_model(size.family, **common | dict(size.config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=size.dtype)
     model = model.to_empty(device="cpu")
+    model.tie_weights()
     generator = torch.Generator().manual_seed(seed)
+    # Buffers stay undefined: none is saved.
     for name, parameter in model.named_parameters():
         parameter.data.copy_(_weights(name, parameter.shape, size, generator))
-    for module in model.modules():  # buffers, which to_empty left undefined
-        if hasattr(module, "inv_freq"):
-            module.__init__(config)
     path = Path(folder)
     model.save_pretrained(path)
     return path
 
 
+_EMBEDDED = 0.1
+"""What a tied embedding adds to the last layer's input, beside sublayers of 1: more, and every token
+would predict itself."""
+
+_ROUTER = 6.0
+"""The spread of a router's logits. Rounding flips experts only near the last one that is chosen; with
+this spread that one's weight is next to nothing."""
+
+
 def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generator) -> torch.Tensor:
+    gemma, tied = size.family.startswith("gemma"), size.config.get("tie_word_embeddings", False)
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
+        # Where q and k are normed, the norm is what keeps them narrow (see below).
+        scale = 0.5 if "q_norm" in name or "k_norm" in name else 1.0
+        if tied and name == "model.norm.weight":
+            scale = size.spread / _EMBEDDED
+        if gemma and "post_attention" in name:
+            scale = 0.2  # it would make what is common to all tokens as loud as what is a token's own
+        return torch.full(shape, scale - 1.0 if gemma else scale)
     noise = torch.randn(shape, generator=generator)
     if name.endswith("bias"):
         return noise * 0.1
     if "embed_tokens" in name:
-        return noise * 0.5
+        # Gemma multiplies embeddings by sqrt(hidden) on the way in.
+        return noise * (_EMBEDDED / math.sqrt(shape[-1]) if tied else 0.5)
     if "lm_head" in name:
-        # Normal logits over V tokens freeze onto a few of them at a spread of sqrt(2 ln V) (the random
-        # energy model); just beyond it the entropy is between two and three nats for any V here.
-        spread = 1.1 * math.sqrt(2 * math.log(size.vocab_size))
-        return noise * (spread / math.sqrt(shape[1]))
+        return noise * (size.spread / math.sqrt(shape[-1]))
+    if name.endswith("mlp.gate.weight"):
+        return noise * (_ROUTER / math.sqrt(shape[-1]))
     # Half as wide, so that attention is not so sharp that it blows up rounding errors.
     width = 0.5 if "q_proj" in name or "k_proj" in name else 1.0
-    return noise * (width / math.sqrt(shape[1]))
+    return noise * (width / math.sqrt(shape[-1]))
 
 
 def make_adapter(

@@ -79,6 +79,8 @@ class Oracle:
             model = model.eval().requires_grad_(False).to(self.device)
         except (AssertionError, RuntimeError) as error:
             raise ModelError(f"the oracle can't run on {device!r}: {error}") from error
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the fast ones know no float64
         self._base = _in_dtype(model, torch.float32)
         self.vocab_size = int(self._base.config.vocab_size)
         self.depth = int(self._base.config.num_hidden_layers)

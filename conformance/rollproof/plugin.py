@@ -20,7 +20,7 @@ import pytest
 
 from .factory import FactoryError, Target, load
 from .outcome import Outcome, Result
-from .settings import Settings, SettingsError
+from .settings import MADE, Settings, SettingsError
 from .spec import Clause, UnknownClauseError, clauses, select
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _CLAUSES = Path(__file__).parent / "clauses"
 _HELP = {
-    "model": "Hugging Face folder to judge with (default: a tiny Qwen2 made on the spot)",
+    "model": f"Hugging Face folder to judge with, or a model to make on the spot: {', '.join(MADE)}",
     "dtype": "float32, bfloat16 or float16, asked of the rollout",
     "seed": "seed of prompts, adapters and the made model",
     "max_lora_rank": "highest rank the rollout has to accept",
@@ -198,7 +198,8 @@ class Judging:
 
     def pytest_report_header(self) -> str:
         """Say what is judged."""
-        model = self._settings.model or "tiny-qwen2, made on the spot"
+        model = self._settings.model or MADE[0]
+        model += ", made on the spot" if model in MADE else ""
         return f"rollproof: judging {self._target.text} with {model}, seed {self._settings.seed}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -27,7 +27,7 @@ from .oracle import ModelError
 from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
 from .protocol import RolloutFactory, RolloutSpec
 from .session import Session
-from .settings import Settings
+from .settings import MADE, Settings
 from .spec import Clause, select
 from .subject import Deadlines, Subject, told
 
@@ -177,10 +177,13 @@ class Runner:
             raise
 
     def _model(self) -> str:
-        made = Path(self._scratch.name, "tiny-qwen2")
-        if not self._settings.model and not made.exists():
-            make_model(made, seed=self._settings.seed)
-        return self._settings.model or str(made)
+        shape = self._settings.model or MADE[0]
+        if shape not in MADE:
+            return shape
+        made = Path(self._scratch.name, shape)
+        if not made.exists():
+            make_model(made, shape, self._settings.seed)
+        return str(made)
 
     async def _end(self) -> None:
         session, self._session = self._session, None

@@ -11,6 +11,17 @@ from .protocol import RolloutSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+MADE = (
+    "tiny-qwen2",
+    "tiny-llama",
+    "tiny-qwen3",
+    "tiny-gemma3",
+    "tiny-qwen3-moe",
+    "qwen2-0.5b",
+    "qwen2-7b",
+)
+"""The shapes in ``models.py``, by name, so that a name can be checked without torch."""
+
 
 class SettingsError(ValueError):
     """A setting out of bounds. The message is one line."""
@@ -20,8 +31,8 @@ class SettingsError(ValueError):
 class Settings:
     """The settings of a run; each field is an option of the pytest plugin too.
 
-    ``model`` is a Hugging Face folder ("" makes a tiny Qwen2 on the spot); ``dtype`` is asked of the
-    rollout; ``oracle_device`` is a torch device; ``only`` names clauses (empty: all);
+    ``model`` is a Hugging Face folder, or the name of a model that is made on the spot ("" is
+    tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device; ``only`` names clauses (empty: all);
     ``deadline_scale`` multiplies every deadline.
     """
 
@@ -36,10 +47,10 @@ class Settings:
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.model and not Path(self.model, "config.json").is_file():
+        if self.model and self.model not in MADE and not Path(self.model, "config.json").is_file():
             raise SettingsError(
-                f"no model at {self.model!r}: it has to be a Hugging Face folder with a config.json "
-                "(python -m rollproof.models makes one)"
+                f"no model at {self.model!r}: it has to be a Hugging Face folder with a config.json, or a "
+                f"model made on the spot: {', '.join(MADE)}"
             )
         if self.dtype not in DTYPES:
             raise SettingsError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
