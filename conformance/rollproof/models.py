@@ -128,8 +128,8 @@ _EMBEDDED = 0.1
 would predict itself."""
 
 _ROUTER = 6.0
-"""The spread of a router's logits. Rounding flips experts only near the last one that is chosen; with
-this spread that one's weight is next to nothing."""
+"""The spread of a router's logits. Rounding flips experts near the last one that is chosen; with this
+spread that one's weight is mostly next to nothing, and experts are half as loud as other layers besides."""
 
 
 def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generat
     if name.endswith("mlp.gate.weight"):
         return noise * (_ROUTER / math.sqrt(shape[-1]))
     # Half as wide, so that attention is not so sharp that it blows up rounding errors.
-    width = 0.5 if "q_proj" in name or "k_proj" in name else 1.0
+    width = 0.5 if any(part in name for part in ("q_proj", "k_proj", "experts.down_proj")) else 1.0
     return noise * (width / math.sqrt(shape[-1]))
 
 
