@@ -11,7 +11,7 @@ import toy
 from rollproof import FactoryError, Outcome, Settings, check_rollout
 from rollproof.outcome import FailureError, about
 from rollproof.settings import SettingsError
-from rollproof.spec import UnknownClauseError, clauses, markdown, select
+from rollproof.spec import UnknownClauseError, clauses, markdown, select, written
 
 CHEAP = Settings(only=("SYNC-003", "BASE-001"))
 
@@ -216,14 +216,22 @@ def test_selecting_a_clause_brings_what_it_requires_in_order():
     assert [clause.id for clause in select(["CACHE-001"])] == ["SYNC-002", "SYNC-003", "CACHE-001"]
 
 
-@pytest.mark.parametrize("clause", clauses(), ids=lambda clause: clause.id)
+@pytest.mark.parametrize("clause", written(), ids=lambda clause: clause.id)
 def test_every_clause_is_whole(clause):
     order = [other.id for other in clauses()]
     assert clause.level in ("MUST", "SHOULD")
     assert clause.level in clause.text
     assert all(order.index(required) < order.index(clause.id) for required in clause.requires)
     assert clause.bugs
-    assert callable(clause.function())
+    assert bool(clause.check) != bool(clause.reason)
+    assert not clause.check or callable(clause.function())
+
+
+def test_a_clause_without_a_check_is_written_down_and_never_run():
+    assert not [clause for clause in select([]) if clause.reason]
+    with pytest.raises(UnknownClauseError, match="clause MODE-001 has no check: A layout is chosen when"):
+        select(["MODE-001"])
+    assert "- Not checked: A layout is chosen" in markdown()
 
 
 def test_the_specification_says_what_the_list_of_clauses_says():

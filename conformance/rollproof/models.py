@@ -164,11 +164,13 @@ def make_adapter(
     *,
     strength: float,
     rank: int = 8,
+    embedding: bool = False,
     **config: Any,
 ) -> Adapter:
     """A random adapter on every given layer that its config targets, unlike any other from ``generator``.
 
-    ``weights`` maps layer names to their weights [out, in]. Each layer's change has ``strength``
+    ``weights`` maps layer names to their weights [out, in]; ``embedding`` says that they are embeddings,
+    [hidden, vocabulary], whose halves PEFT names otherwise. Each layer's change has ``strength``
     times the standard deviation of its weight, whatever its rank and scale. ``config`` goes to
     PEFT's LoraConfig (``rank_pattern``, ``use_rslora``, ...).
     """
@@ -191,8 +193,9 @@ def make_adapter(
         a = torch.randn(rank_here, n_in, generator=generator)
         b = torch.randn(n_out, rank_here, generator=generator)
         b *= strength * weight.std().item() / (scale * math.sqrt(rank_here))
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        form = "lora_embedding_{}" if embedding else "lora_{}.weight"
+        tensors[f"base_model.model.{name}.{form.format('A')}"] = a
+        tensors[f"base_model.model.{name}.{form.format('B')}"] = b
     return Adapter(version, lora, tensors)
 
 

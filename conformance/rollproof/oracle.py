@@ -103,12 +103,32 @@ class Oracle:
         return next(other for other in self.versions if self._weights[other] == self._weights[version])
 
     def layers(self) -> dict[str, torch.Tensor]:
-        """The weight [out, in] of every linear layer but the output layer, by name."""
+        """The weight [out, in] of every linear layer, by name: without the output layer and experts."""
         output = self._base.get_output_embeddings()
         return {
             name: module.weight
             for name, module in self._base.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not output
+            if isinstance(module, torch.nn.Linear) and module is not output and ".experts." not in name
+        }
+
+    def embedding(self) -> dict[str, torch.Tensor]:
+        """The embedding's weight as PEFT sees it, [hidden, vocabulary], by its name."""
+        module = self._base.get_input_embeddings()
+        return {self._name(module): module.weight.T}
+
+    def head(self) -> dict[str, torch.Tensor]:
+        """The output layer's weight [vocabulary, hidden], by its name."""
+        return {self.output_layer: self._base.get_output_embeddings().weight}
+
+    def experts(self) -> dict[str, torch.Tensor]:
+        """The weights [experts, out, in] of a mixture of experts, by the parameters' names.
+
+        transformers 5 keeps experts so; before that they were linear layers, which this doesn't list.
+        """
+        return {
+            name: parameter
+            for name, parameter in self._base.named_parameters()
+            if ".experts." in name and parameter.ndim == 3
         }
 
     def biased_leaves(self) -> list[str]:
@@ -120,9 +140,13 @@ class Oracle:
     @property
     def output_layer(self) -> str:
         """The name of the layer that gives the logits."""
-        output = self._base.get_output_embeddings()
-        names = [str(name) for name, module in self._base.named_modules() if module is output]
-        return names[0]
+        return self._name(self._base.get_output_embeddings())
+
+    def _ends(self) -> list[str]:
+        return [*self.embedding(), self.output_layer]
+
+    def _name(self, wanted: Any) -> str:
+        return next(str(name) for name, module in self._base.named_modules() if module is wanted)
 
     def peft_state(self, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """A LoraConfig with these options, and the state that PEFT would save for it, on the CPU."""
@@ -270,7 +294,14 @@ class Oracle:
         from peft import get_peft_model, set_peft_model_state_dict
 
         adapter = self._adapters[version]
-        model = get_peft_model(copy.deepcopy(self._base), copy.deepcopy(adapter.config)).eval()
+        base = copy.deepcopy(self._base)
+        if any(
+            f".{name.rpartition('.')[2]}.lora_" in tensor
+            for name in self._ends()
+            for tensor in adapter.tensors
+        ):
+            _untie(base)
+        model = get_peft_model(base, copy.deepcopy(adapter.config)).eval()
         loaded = set_peft_model_state_dict(model, dict(adapter.tensors))
         lost = [name for name in loaded.missing_keys if ".lora_" in name]
         if loaded.unexpected_keys or lost:
@@ -283,6 +314,14 @@ def _is_inert(adapter: Adapter) -> bool:
     halves = [name for name in adapter.tensors if name.endswith((".lora_A.weight", ".lora_B.weight"))]
     bs = [adapter.tensors[name] for name in halves if name.endswith(".lora_B.weight")]
     return len(halves) == len(adapter.tensors) and len(bs) > 0 and not any(bool(b.any()) for b in bs)
+
+
+def _untie(model: Any) -> None:
+    """Give the output layer a weight of its own. Merging into a tied one would change both ends."""
+    output = model.get_output_embeddings()
+    if output.weight is model.get_input_embeddings().weight:
+        output.weight = torch.nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
 
 
 def _in_dtype(model: Any, dtype: torch.dtype) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,20 +52,55 @@ class Session:
         digest = hashlib.sha256(f"{seed}:{text}".encode()).digest()
         self._generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
-    def adapter(self, **options: Any) -> Adapter:
-        """A new adapter of the next version, unlike all before (options: see ``make_adapter``)."""
+    def adapter(self, weights: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Adapter:
+        """A new adapter of the next version, unlike all before (options: see ``make_adapter``).
+
+        It is on ``weights``, which are all linear layers unless given.
+        """
         version = max(self.oracle.versions) + 1
         options.setdefault("rank", min(8, self.subject.spec.max_lora_rank))
         options.setdefault("strength", self._calibration.strength)
-        return make_adapter(self.oracle.layers(), version, self._generator, **options)
+        layers = self.oracle.layers() if weights is None else weights
+        return make_adapter(layers, version, self._generator, **options)
 
     def strong_adapter(self, **options: Any) -> Adapter:
         """An adapter that lives in few modules, made strong enough to stand out of the noise.
 
         Its own noise is measured too, since a strong change can amplify it.
         """
+        return self._strong(lambda strength: self.adapter(strength=strength, **options))
+
+    def expert_adapter(self, expert: int) -> Adapter:
+        """An adapter on one expert of every layer, in the form that PEFT gives it, strong enough to be seen.
+
+        PEFT keeps all experts' halves in one tensor (``target_parameters``): A is [experts * rank, in],
+        one expert after another; B is [out, rank * experts], the experts side by side. The others' B is
+        zero.
+        """
+        weights = self.oracle.experts()
+        count = next(iter(weights.values())).shape[0]
+        targets = sorted({".".join(name.split(".")[-2:]) for name in weights})
+        rank = min(8, self.subject.spec.max_lora_rank)
+        config, state = self.oracle.peft_state(
+            r=rank, lora_alpha=2 * rank, target_modules=[], target_parameters=targets
+        )
+
+        def make(strength: float) -> Adapter:
+            tensors = {}
+            for name, tensor in state.items():
+                noise = torch.randn(tensor.shape, generator=self._generator)
+                if ".lora_B." in name:
+                    own = torch.arange(tensor.shape[1]) % count == expert
+                    tensors[name] = noise * own * (strength / (2 * rank**0.5))
+                else:
+                    tensors[name] = noise / tensor.shape[1] ** 0.5
+            return Adapter(max(self.oracle.versions) + 1, config, tensors)
+
+        return self._strong(make)
+
+    def _strong(self, make: Callable[[float], Adapter]) -> Adapter:
         for factor in (1, 2, 4, 8):
-            adapter = self.adapter(strength=factor * self._calibration.strength, **options)
+            adapter = make(factor * self._calibration.strength)
             own, effect = self._calibration.measure(adapter, SIZES[0])
             allowed = own.or_wider(self._calibration.tolerance(SIZES[0]))
             if effect >= ENOUGH * allowed.completion:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..outcome import FailureError, about
-from ..protocol import Capability, GenerateRequest
+from ..outcome import FailureError, NotApplicableError, about
+from ..protocol import Adapter, Capability, GenerateRequest
 from ..session import Session
 
 SCORED = 4
@@ -80,3 +80,36 @@ async def _scored(session: Session, *, adapter: bool) -> str:
             return session.verify(again)
 
     return await session.grow(attempt)
+
+
+async def embedding(session: Session) -> str:
+    """An adapter on the embedding alone, and the base model beside it."""
+    weights = session.oracle.embedding()
+    return await _alone(session, next(iter(weights)), session.strong_adapter(weights=weights, embedding=True))
+
+
+async def head(session: Session) -> str:
+    """An adapter on the output layer alone, and the base model beside it."""
+    weights = session.oracle.head()
+    return await _alone(session, next(iter(weights)), session.strong_adapter(weights=weights))
+
+
+async def experts(session: Session) -> str:
+    """Adapters that live in one expert of every layer: the first, and the last."""
+    weights = session.oracle.experts()
+    if not weights:
+        raise NotApplicableError("this model has no experts that PEFT can target (target_parameters)")
+    count = next(iter(weights.values())).shape[0]
+    for expert in (0, count - 1):
+        told = await _alone(session, f"expert {expert}", session.expert_adapter(expert))
+    return f"the first and the last of {count} experts, each alone; last: {told}"
+
+
+async def _alone(session: Session, name: str, adapter: Adapter) -> str:
+    # Versions are numbered in the order they are made.
+    await session.serve(adapter)
+    with about(f"an adapter on {name} alone"):
+        told = await session.claim(True)
+        if session.subject.has(Capability.BASE):
+            await session.claim(True, False)
+    return told
