@@ -32,8 +32,8 @@ class Settings:
     """The settings of a run; each field is an option of the pytest plugin too.
 
     ``model`` is a Hugging Face folder, or the name of a model that is made on the spot ("" is
-    tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device; ``only`` names clauses (empty: all);
-    ``deadline_scale`` multiplies every deadline.
+    tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device; ``only``
+    names clauses (empty: all); ``deadline_scale`` multiplies every deadline.
     """
 
     model: str = ""
