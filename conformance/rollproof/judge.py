@@ -221,3 +221,17 @@ def surprise_log_bound(scores: Sequence[Scores]) -> float:
     x = torch.cat([s.surprise for s in scores if s.surprise is not None]).double().sum()
     log_mgf = torch.cat([s.log_mgf for s in scores if s.log_mgf is not None]).double().sum(0)
     return min(0.0, math.log(len(LAMBDAS)) + float((log_mgf - LAMBDAS.double() * x).min()))
+
+
+_COUNT_LAMBDAS = torch.tensor([-16.0, -4.0, -2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0, 4.0]).double()
+
+
+def count_log_bound(chances: torch.Tensor, count: int) -> float:
+    """Log of a bound on the probability of a count this low, or this high, of events with these chances.
+
+    Chernoff's bound as above, for a sum of events that each have their chance given those before.
+    """
+    p = chances.double()[:, None]
+    log_mgf = torch.log1p(p * torch.expm1(_COUNT_LAMBDAS)).sum(0)
+    best = float((log_mgf - _COUNT_LAMBDAS * count).min())
+    return min(0.0, math.log(len(_COUNT_LAMBDAS)) + best)

@@ -187,6 +187,25 @@ class Oracle:
         return [_reduce(logits, sequence) for sequence, logits in zip(sequences, found, strict=True)]
 
     @torch.inference_mode()
+    def tails(
+        self, version: int, sequences: Sequence[Sample], nucleus: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each token: how likely one beyond the nucleus was, and whether it is one (both [T]).
+
+        The nucleus is the fewest likeliest tokens that have at least this probability together, at the
+        sequence's temperature.
+        """
+        found = []
+        for sequence, logits in zip(sequences, self._logits(self._model(version), sequences), strict=True):
+            q = (logits.float() / sequence.temperature).softmax(-1)
+            ranked = q.sort(-1, descending=True).values
+            beyond = ranked.cumsum(-1) - ranked >= nucleus
+            own = q.gather(-1, torch.tensor(sequence.tokens, device=q.device)[:, None])
+            rank = (q > own).sum(-1, keepdim=True)
+            found.append(((ranked * beyond).sum(-1).cpu(), beyond.gather(-1, rank)[:, 0].cpu()))
+        return found
+
+    @torch.inference_mode()
     def noise(self, version: int, sequences: Sequence[Sample]) -> list[torch.Tensor]:
         """What computing in the rollout's dtype does to each token's logprob: [2, T] per sequence.
 

@@ -52,6 +52,12 @@ class TopPByDefault(TopKByDefault):
     defaults: dict[str, Any] = {"top_p": 0.9}  # noqa: RUF012
 
 
+class WiderTopPByDefault(TopKByDefault):
+    """Samples from the nucleus of 0.95, as the model's generation config says."""
+
+    defaults: dict[str, Any] = {"top_p": 0.95}  # noqa: RUF012
+
+
 class ScoresAfterTemperature(AsyncRollout):
     """Reports the logprobs of the distribution after temperature, from which tokens are drawn."""
 
@@ -59,6 +65,7 @@ class ScoresAfterTemperature(AsyncRollout):
 CASES = (
     bad(IgnoresTheTemperature, "SYNC-020", "at temperature 0.5: expected tokens sampled from"),
     bad(TopKByDefault, "SYNC-020", "at temperature 2: expected tokens sampled from"),
-    bad(TopPByDefault, "SYNC-020", "expected tokens sampled from"),
+    bad(TopPByDefault, "SYNC-021", "beyond the likeliest"),
+    bad(WiderTopPByDefault, "SYNC-021", "beyond the likeliest"),
     bad(ScoresAfterTemperature, "SYNC-020", "no candidate's", engine={"logprobs_mode": "processed_logprobs"}),
 )

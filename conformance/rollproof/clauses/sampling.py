@@ -8,12 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from ..judge import ERROR_RATE, surprise_log_bound
-from ..outcome import UnderpoweredError, about
+from ..judge import ERROR_RATE, count_log_bound, surprise_log_bound
+from ..oracle import Sample
+from ..outcome import FailureError, UnderpoweredError, about
 from ..protocol import GenerateRequest
 from ..session import PROMPTS, Session
 
 TEMPERATURES = (0.5, 2.0)
+
+NUCLEUS = 0.95
+"""Tokens beyond it are counted: the largest top-p in common use, so that one, and any smaller one, shows."""
+
+_MANY = 8
+"""Times as many prompts as another claim asks: what is counted is rare."""
 
 
 async def temperature(session: Session) -> str:
@@ -31,6 +38,31 @@ async def temperature(session: Session) -> str:
         with about(f"at temperature {degree:g}"):
             told.append(f"at temperature {degree:g} {await session.grow(attempt)}")
     return "; ".join(told)
+
+
+async def whole(session: Session) -> str:
+    """Many tokens at temperature 1: those beyond the nucleus have to come as often as they should."""
+    adapter = await session.update()
+
+    async def attempt(n_tokens: int) -> str:
+        plain = session.requests(session.prompts(_MANY * PROMPTS), n_tokens)
+        exchanges = await session.ask([replace(request, temperature=1.0) for request in plain])
+        told = session.verify(exchanges)
+        samples = [Sample(e.request.prompt_token_ids, e.completion.token_ids, 1.0) for e in exchanges]
+        tails = session.oracle.tails(adapter.version, samples, NUCLEUS)
+        chances, beyond = (torch.cat(parts) for parts in zip(*tails, strict=True))
+        count, limit = int(beyond.sum()), math.log(ERROR_RATE)
+        seen = (
+            f"{count} of {len(beyond)} tokens lie beyond the likeliest that make {NUCLEUS:.0%}, and about "
+            f"{float(chances.sum()):.0f} should"
+        )
+        if count_log_bound(chances, count) < limit:
+            raise FailureError(f"tokens are not drawn from the whole distribution: {seen}")
+        if count_log_bound(chances, 0) >= limit:
+            raise UnderpoweredError(f"underpowered: {seen}, so that none at all could be chance")
+        return f"{seen}; {told}"
+
+    return await session.grow(attempt)
 
 
 def _control(session: Session, version: int, requests: Sequence[GenerateRequest]) -> None:
