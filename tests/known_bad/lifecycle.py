@@ -142,7 +142,7 @@ class CutsHighRanks(AsyncRollout):
         return super()._plain(Adapter(adapter.version, config, cut))
 
 
-class CleansNaN(AsyncRollout):
+class CleansNan(AsyncRollout):
     """Replaces what is not finite by numbers and goes on."""
 
     def _plain(self, adapter: Adapter) -> PlainAdapter:
@@ -225,7 +225,7 @@ CASES = (
     bad(RefusesRankOne, "RANK-001", "rank 1 is not supported"),
     bad(RefusesTheHighestRank, "RANK-001", "is too large"),
     bad(CutsHighRanks, "RANK-003", "no candidate's"),
-    bad(CleansNaN, "FAIL-001", "success for an adapter with NaN"),
+    bad(CleansNan, "FAIL-001", "success for an adapter with NaN"),
     bad(AppliesTheGoodHalf, "FAIL-001", "a lora_A without its lora_B"),
     bad(RemovesBeforeItChecks, "SYNC-004 RANK-003 FAIL-001 FAIL-003", "those of the base model"),
     bad(BurnsTheNumber, "FAIL-001", "was seen already"),
