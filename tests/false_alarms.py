@@ -48,7 +48,7 @@ class Tally:
         self.runs += 1
         self.largest = max(self.largest, largest)
         for result in report.results:
-            told = f"seed {seed}, {result.clause}: {result.message}"
+            told = f"seed {seed}, {result.clause}: {result.message.partition(chr(10))[0]}"
             self.judged += result.outcome in (Outcome.PASS, Outcome.FAIL)
             self.alarms += [told] if result.outcome == Outcome.FAIL else []
             self.errors += [told] if result.outcome == Outcome.ERROR else []
