@@ -5,7 +5,9 @@ Where the environment already has everything, vLLM for its GPU included: ``nox -
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 import shutil
 
 import nox
@@ -92,6 +94,46 @@ def false_alarms(session: nox.Session) -> None:
     """How often a right rollout fails, in ``-- --runs N`` runs (100) of each; hours long, so not in CI."""
     install(session, engine(), groups=("test",))
     session.run("python", "tests/false_alarms.py", *session.posargs, env=environment())
+
+
+@nox.session
+def families(session: nox.Session) -> None:
+    """The reference on every made family in every dtype, and a table: ``nox -s families -- --only NUM``.
+
+    Slow, and no part of the checks that each change has to pass.
+    """
+    install(session, engine())
+    gpu = engine() == "gpu"
+    # vLLM's LoRA kernels refuse float32 on a GPU; its CPU build starts no mixture of experts with LoRA.
+    dtypes = ("bfloat16", "float16") if gpu else ("float32", "bfloat16", "float16")
+    models = ["tiny-qwen2", "tiny-llama", "tiny-qwen3", "tiny-gemma3", *(["tiny-qwen3-moe"] if gpu else [])]
+    rows = []
+    for model in models:
+        for dtype in dtypes:
+            folder = pathlib.Path("rollproof-families", f"{model}-{dtype}")
+            shutil.rmtree(folder, ignore_errors=True)
+            session.run(
+                *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
+                *("-c", os.devnull, "--rootdir", ".", "--noconftest", "-q", "--rollout", DEFAULT),
+                *("--model", model, "--dtype", dtype, "--report", str(folder), *session.posargs),
+                env=environment(),
+                success_codes=range(6),  # the table says how each came out
+            )
+            rows.append((model, dtype, _verdict(folder / "report.json")))
+    for model, dtype, verdict in rows:
+        session.log(f"{model:16} {dtype:10} {verdict}")
+    if not all(verdict.startswith("conforms") for *_, verdict in rows):
+        session.error("the reference does not conform on every family")
+
+
+def _verdict(file: pathlib.Path) -> str:
+    """How a run came out, from its report: in words, with the clauses that went wrong."""
+    if not file.is_file():
+        return "no report: it did not come to a clause"
+    report = json.loads(file.read_text(encoding="utf-8"))
+    counts = ", ".join(f"{count} {name}" for name, count in report["totals"].items() if count)
+    bad = [r["clause"] for r in report["results"] if r["outcome"] in ("fail", "error")]
+    return f"{'conforms' if report['ok'] else 'does not conform'} ({counts}) {' '.join(bad)}".rstrip()
 
 
 @nox.session

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from conftest import MakeAdapter
+from rollproof.models import make_adapter
+from rollproof.oracle import Oracle
 from rollproof.protocol import Adapter
 from rollproof_reference import AdapterError, RankError
 from rollproof_reference.check import ModelLayers, PlainAdapter, model_layers, plain_adapter
@@ -107,6 +109,32 @@ def test_bad_tensors_are_named(check, adapter: MakeAdapter, break_it, message: s
         check(break_it(adapter()))
 
 
+@pytest.fixture
+def embedded(base_oracle: Oracle) -> Adapter:
+    generator = torch.Generator().manual_seed(0)
+    return make_adapter(base_oracle.embedding(), 1, generator, strength=0.5, embedding=True)
+
+
+def test_an_embedding_is_served_where_the_engine_has_one(check, layers: ModelLayers, embedded: Adapter):
+    plain = plain_adapter(embedded, layers, (*SERVED, "embed_tokens"), 24, torch.float32)
+    a, b = embedded.tensors
+    assert (a, b) == tuple(plain.tensors)
+    torch.testing.assert_close(plain.tensors[b], 2 * embedded.tensors[b])
+    with pytest.raises(AdapterError, match="the engine puts no adapter on 'model.embed_tokens'; it does on"):
+        check(embedded)
+
+
+def test_the_halves_of_an_embedding_have_names_of_their_own(
+    check, adapter: MakeAdapter, embedded: Adapter, layers: ModelLayers
+):
+    for mine, old, new in (
+        (adapter(), "q_proj.lora_A.weight", "q_proj.lora_embedding_A"),
+        (embedded, "lora_embedding_A", "lora_A.weight"),
+    ):
+        with pytest.raises(AdapterError, match="has no name of PEFT's form"):
+            plain_adapter(renamed(mine, old, new), layers, (), 24, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -115,7 +143,7 @@ def test_bad_tensors_are_named(check, adapter: MakeAdapter, break_it, message: s
         ({"bias": "all"}, "config uses bias='all'"),
         ({"lora_bias": True}, r"config uses a bias on LoRA layers \(lora_bias\)"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' .it rewrites the base weights."),
-        ({"target_modules": {"q_proj", "embed_tokens"}}, "targets 'model.embed_tokens', which is no linear"),
+        ({"target_modules": {"q_proj", "mlp"}}, "targets 'model.layers.0.mlp', which is no linear layer and"),
         ({"target_modules": {"q_proj"}}, "tensors came for 'model.layers.0.self_attn.k_proj', which"),
         ({"target_modules": None}, "the config has no target_modules"),
         ({"lora_alpha": 0}, "lora_alpha 0 gives .* the scale 0, so the adapter would be lost"),

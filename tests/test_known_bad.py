@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -22,8 +22,19 @@ def bench() -> Bench:
     return Bench()
 
 
-async def judged(case: Case, running: AsyncRollout, spec: RolloutSpec, bench: Bench) -> Report:
-    settings = Settings(model=spec.model_path, dtype=spec.dtype, deadline_scale=case.deadline_scale)
+TOY_ONLY = {"NUM-009"}
+"""vLLM's CPU build starts no mixture of experts with LoRA: test_families.py has the victim, on a toy."""
+
+
+async def judged(
+    case: Case, running: AsyncRollout, spec: RolloutSpec, bench: Bench, only: Iterable[str] = ()
+) -> Report:
+    settings = Settings(
+        model=case.model or spec.model_path,
+        dtype=spec.dtype,
+        deadline_scale=case.deadline_scale,
+        only=tuple(sorted(only)),
+    )
     return await check_rollout(functools.partial(started, case, running), settings, bench=bench)
 
 
@@ -34,12 +45,15 @@ async def test_known_bad_fails_exactly_its_clauses(
     spec: RolloutSpec,
     bench: Bench,
     record_property: Callable[[str, str], None],
+    pytestconfig: pytest.Config,
 ):
+    """With ``--kills``, of all clauses; without, of those it has to fail and what they require."""
     if case.cpu_only and torch.cuda.is_available():
         pytest.skip("no fault on a GPU")
     if case.gpu_only and not torch.cuda.is_available():
         pytest.skip("a fault that only a GPU shows")
-    report = await judged(case, running, spec, bench)
+    only = () if pytestconfig.getoption("kills") else case.fails
+    report = await judged(case, running, spec, bench, only)
     record_property("rollout", case.name)
     record_property("kills", kills.told(report))
     told = {r.clause: r.message for r in report.results if r.outcome in (Outcome.FAIL, Outcome.ERROR)}
@@ -57,7 +71,7 @@ def test_no_two_cases_share_a_name():
 
 def test_every_clause_that_must_hold_has_a_victim():
     killed = {clause_id for case in KNOWN_BAD for clause_id in case.fails}
-    assert {clause.id for clause in clauses() if clause.level == "MUST"} <= killed
+    assert {clause.id for clause in clauses() if clause.level == "MUST"} <= killed | TOY_ONLY
 
 
 @pytest.mark.parametrize("case", ODD_BUT_RIGHT, ids=lambda case: case.name)

@@ -57,11 +57,16 @@ class Session:
 
         It is on ``weights``, which are all linear layers unless given.
         """
-        version = max(self.oracle.versions) + 1
+        version = self._next()
         options.setdefault("rank", min(8, self.subject.spec.max_lora_rank))
         options.setdefault("strength", self._calibration.strength)
         layers = self.oracle.layers() if weights is None else weights
         return make_adapter(layers, version, self._generator, **options)
+
+    def _next(self) -> int:
+        """A version above all that were made, and above those that were sent past the oracle."""
+        sent = [update.version for update in self.subject.history.updates if update.error is None]
+        return max(*self.oracle.versions, *sent, 0) + 1
 
     def strong_adapter(self, **options: Any) -> Adapter:
         """An adapter that lives in few modules, made strong enough to stand out of the noise.
@@ -94,7 +99,7 @@ class Session:
                     tensors[name] = noise * own * (strength / (2 * rank**0.5))
                 else:
                     tensors[name] = noise / tensor.shape[1] ** 0.5
-            return Adapter(max(self.oracle.versions) + 1, config, tensors)
+            return Adapter(self._next(), config, tensors)
 
         return self._strong(make)
 
@@ -113,7 +118,7 @@ class Session:
 
         Its own noise is measured too.
         """
-        version = max(self.oracle.versions) + 1
+        version = self._next()
         options.setdefault(
             "target_modules", sorted({name.rpartition(".")[2] for name in self.oracle.layers()})
         )

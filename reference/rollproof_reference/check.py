@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from rollproof.protocol import Adapter
 
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<half>[AB])\.weight|embedding_(?P<row>[AB]))"
+)
+_Halves = dict[str, dict[str, tuple[str, torch.Tensor]]]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of a PEFT config that change what the adapter computes and have no place in plain A and B.
 _UNSUPPORTED = {
@@ -74,11 +77,13 @@ class PlainAdapter:
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """A model's modules: ``names`` of all, ``shapes`` (in, out) of the linear ones, ``output`` layer."""
+    """A model's modules: ``names`` of all, ``shapes`` (in, out) of the linear ones and of the embedding,
+    whose input is the vocabulary, and what the ``output`` layer and the ``embedding`` are called."""
 
     names: frozenset[str]
     shapes: Mapping[str, tuple[int, int]]
     output: str
+    embedding: str
 
 
 def model_layers(model_path: str) -> ModelLayers:
@@ -89,15 +94,18 @@ def model_layers(model_path: str) -> ModelLayers:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     modules = dict(model.named_modules())
-    head = model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    shapes = {
+        name: (module.in_features, module.out_features)
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear)
+    }
+    rows = next((name for name, module in modules.items() if module is embedding), "")
     return ModelLayers(
         names=frozenset(modules),
-        shapes={
-            name: (module.in_features, module.out_features)
-            for name, module in modules.items()
-            if isinstance(module, torch.nn.Linear)
-        },
+        shapes=shapes | {rows: (embedding.num_embeddings, embedding.embedding_dim)},
         output=next((name for name, module in modules.items() if module is head), ""),
+        embedding=rows,
     )
 
 
@@ -111,7 +119,7 @@ def plain_adapter(
     """
     config = adapter.config
     _check_config(config)
-    halves = _split(adapter.tensors)
+    halves = _split(adapter.tensors, layers.embedding)
     _check_targets(config, halves, layers, served)
     scales = {module: _rank_and_scale(config, module) for module in sorted(halves)}
     highest = max(rank for rank, _ in scales.values())
@@ -122,18 +130,13 @@ def plain_adapter(
         )
     tensors: dict[str, torch.Tensor] = {}
     for module, (rank, scale) in scales.items():
-        pair, (n_in, n_out) = halves[module], layers.shapes[module]
-        for half, shape in (("A", (rank, n_in)), ("B", (n_out, rank))):
-            _check_tensor(module, half, pair[half], shape)
-        a, b = (pair[half].detach().to("cpu", torch.float32) for half in "AB")
-        tensors[_tensor_name(module, "A")] = _cast(module, "A", a, dtype)
-        tensors[_tensor_name(module, "B")] = _cast(module, "B", b * scale, dtype)
+        n_in, n_out = layers.shapes[module]
+        for half, shape, factor in (("A", (rank, n_in), 1.0), ("B", (n_out, rank), scale)):
+            name, tensor = halves[module][half]
+            _check_tensor(name, half, tensor, shape)
+            tensors[name] = _cast(name, tensor.detach().to("cpu", torch.float32) * factor, dtype)
     leaves = tuple(sorted({module.rpartition(".")[2] for module in halves}))
     return PlainAdapter(highest, leaves, tensors)
-
-
-def _tensor_name(module: str, half: str) -> str:
-    return f"base_model.model.{module}.lora_{half}.weight"
 
 
 def _check_config(config: LoraConfig) -> None:
@@ -150,23 +153,24 @@ def _check_config(config: LoraConfig) -> None:
         )
 
 
-def _split(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def _split(tensors: Mapping[str, torch.Tensor], embedding: str) -> _Halves:
     if not tensors:
         raise AdapterError("the adapter has no tensors at all; send what get_peft_model_state_dict gives")
-    halves: dict[str, dict[str, torch.Tensor]] = {}
+    halves: _Halves = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
-        if match is None:
+        if match is None or (match["half"] is None) != (match["module"] == embedding):
             raise AdapterError(
                 f"tensor {name!r} has no name of PEFT's form "
-                "'base_model.model.<module>.lora_A.weight' (or lora_B); "
+                "'base_model.model.<module>.lora_A.weight' (or lora_B; for an embedding lora_embedding_A); "
                 "send what get_peft_model_state_dict gives, without wrapper prefixes"
             )
-        halves.setdefault(match["module"], {})[match["half"]] = tensor
-    for module, pair in halves.items():
-        for half in "AB":
+        halves.setdefault(match["module"], {})[match["half"] or match["row"]] = name, tensor
+    for pair in halves.values():
+        for half, other in ("AB", "BA"):
             if half not in pair:
-                raise AdapterError(f"tensor {_tensor_name(module, half)!r} is missing beside its other half")
+                start, _, end = pair[other][0].rpartition(f"_{other}")
+                raise AdapterError(f"tensor '{start}_{half}{end}' is missing beside its other half")
     return halves
 
 
@@ -176,7 +180,8 @@ def _check_targets(
     targeted = _targeted(config, layers)
     if other := sorted(targeted - set(layers.shapes)):
         raise AdapterError(
-            f"the config targets {other[0]!r}, which is no linear layer; this rollout serves those alone"
+            f"the config targets {other[0]!r}, which is no linear layer and not the embedding; this rollout "
+            "serves those alone"
         )
     for module in halves:
         leaf = module.rpartition(".")[2]
@@ -211,7 +216,7 @@ def _targeted(config: LoraConfig, layers: ModelLayers) -> set[str]:
     if config.target_modules == "all-linear":
         # As PEFT expands it: every linear layer but the output one. exclude_modules still counts.
         config = copy.copy(config)
-        config.target_modules = set(layers.shapes) - {layers.output}
+        config.target_modules = set(layers.shapes) - {layers.output, layers.embedding}
     return {name for name in layers.names if name and check_target_module_exists(config, name)}
 
 
@@ -231,8 +236,7 @@ def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
     return rank, scale
 
 
-def _check_tensor(module: str, half: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
-    name = _tensor_name(module, half)
+def _check_tensor(name: str, half: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
     if tuple(tensor.shape) != shape:
         layout = "[rank, in]" if half == "A" else "[out, rank]"
         raise AdapterError(
@@ -247,12 +251,12 @@ def _check_tensor(module: str, half: str, tensor: torch.Tensor, shape: tuple[int
         raise AdapterError(f"tensor {name!r} has {bad} of {tensor.numel()} values that are NaN or infinite")
 
 
-def _cast(module: str, half: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # A tensor that needs no cast would still share the trainer's memory.
     cast = tensor.to(dtype, copy=True).contiguous()
     if not bool(torch.isfinite(cast).all()):
         raise AdapterError(
-            f"tensor {_tensor_name(module, half)!r} overflows in {dtype}: its largest value with the "
+            f"tensor {name!r} overflows in {dtype}: its largest value with the "
             f"scale is {tensor.abs().max().item():.3g}"
         )
     return cast

@@ -59,6 +59,8 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _ABORT_SECONDS = 30
 _UPDATE_SECONDS = 30
+# Which models take an adapter here is up to vLLM: a Llama does, a Qwen2 doesn't.
+_ENDS = {"embed_tokens": Capability.EMBED_TOKENS, "lm_head": Capability.LM_HEAD}
 
 
 class RolloutClosedError(RuntimeError):
@@ -102,6 +104,7 @@ class AsyncRollout:
         if can_sleep(engine):
             self.capabilities |= {Capability.SLEEP}
         self._asleep = 0
+        self.capabilities = type(self).capabilities | {_ENDS[name] for name in _ENDS if name in served}
         self._digest = ""
         self._rank: int | None = None
         self._path: str | None = None

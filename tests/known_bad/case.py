@@ -18,7 +18,8 @@ class Case:
 
     ``engine`` are engine arguments that need an engine of its own; ``cpu_only`` marks faults of
     vLLM's CPU kernels, or of float32, ``gpu_only`` those of what only a GPU does; ``does`` says what
-    is wrong where the fault isn't in the rollout's class; ``deadline_scale`` is for those that hang.
+    is wrong where the fault isn't in the rollout's class; ``deadline_scale`` is for those that hang;
+    ``model`` is a made one that needs an engine of its own.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Case:
     gpu_only: bool = False
     does: str = ""
     deadline_scale: float = 1.0
+    model: str = ""
 
     @property
     def fault(self) -> str:

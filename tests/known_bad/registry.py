@@ -10,7 +10,7 @@ from rollproof_reference import AsyncRollout, start_engine
 from rollproof_reference.sync import Sync
 from rollproof_reference.sync.tensors import TensorSync
 
-from . import extras, flight, lifecycle, numbers, odd, requests, sampling, seed, updates
+from . import extras, flight, lifecycle, modules, numbers, odd, requests, sampling, seed, updates
 from .case import Case
 
 
@@ -80,6 +80,20 @@ KNOWN_BAD = (
         updates.KeepsAbsentModules,
         frozenset({"NUM-001", "NUM-002"}),
         "alone: completion",
+    ),
+    Case("v-in-the-slot-of-k", modules.VInTheSlotOfK, frozenset({"NUM-001"}), "an adapter on v_proj alone"),
+    Case(
+        "up-in-the-slot-of-gate",
+        modules.UpInTheSlotOfGate,
+        frozenset({"NUM-001"}),
+        "an adapter on up_proj alone",
+    ),
+    Case(
+        "loses-the-ends",
+        modules.LosesTheEnds,
+        frozenset({"NUM-007", "NUM-008"}),
+        "those of the base model",
+        model="tiny-llama",  # vLLM takes such adapters for it, and none for a Qwen2
     ),
     Case("drops-rslora", updates.DropsRsLora, frozenset({"NUM-003"}), "'use_rslora': True"),
     Case("ignores-patterns", updates.IgnoresPatterns, frozenset({"RANK-002"}), "no candidate's"),
@@ -225,13 +239,17 @@ ODD_BUT_RIGHT = (
 @asynccontextmanager
 async def started(case: Case, running: AsyncRollout, spec: RolloutSpec) -> AsyncIterator[AsyncRollout]:
     """The case's rollout, on the engine of ``running`` unless it needs its own."""
-    engine = start_engine(spec, **case.engine) if case.engine else running.engine
+    own = bool(case.engine or case.model)
+    engine = start_engine(spec, **case.engine) if own else running.engine
     sync = case.sync(spec)
     try:
-        yield case.rollout(engine, spec, sync, running.served)
+        served = running.served
+        if case.model:
+            served = (await engine.collective_rpc("rollproof_describe"))[0]["served"]
+        yield case.rollout(engine, spec, sync, served)
     finally:
         sync.close()
-        if case.engine:
+        if own:
             engine.shutdown()
         else:
             for int_id in await engine.list_loras():

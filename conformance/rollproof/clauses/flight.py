@@ -20,6 +20,8 @@ SIDE = 8
 """A mix is shown by a completion with so many tokens on either side of the update."""
 
 UPDATES = 3
+BESIDE = 4
+"""At most so many requests start while an update runs, however long it takes."""
 
 
 async def declared(session: Session) -> str:
@@ -66,9 +68,10 @@ async def none_lost(session: Session) -> str:
             start(2)
             await asyncio.sleep(delay)
             update = asyncio.ensure_future(session.update())
-            while not update.done():
-                start(1)
-                await asyncio.wait([update], timeout=delay / 4)
+            for _ in range(BESIDE):
+                if not update.done():
+                    start(1)
+                    await asyncio.wait([update], timeout=delay / 4)
             await update
         start(1)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
