@@ -33,6 +33,7 @@ async def judged(
         model=case.model or spec.model_path,
         dtype=spec.dtype,
         deadline_scale=case.deadline_scale,
+        profile="full",
         only=tuple(sorted(only)),
     )
     return await check_rollout(functools.partial(started, case, running), settings, bench=bench)

@@ -62,6 +62,7 @@ def test_the_report_follows_its_schema(judged):
     jsonschema.validate(report, schema())
     assert report["rollout"] == "toy:make,fault=forgets"
     assert report["ok"] is False
+    assert (report["profile"], report["only"]) == ("core", [])
     assert report["totals"]["fail"] == 1
     assert [r["clause"] for r in report["results"]][:3] == ["SYNC-001", "SYNC-002", "SYNC-003"]
     assert {r["clause"] for r in report["results"] if r["outcome"] == "blocked"} >= {"RANK-001", "LIFE-002"}
@@ -114,6 +115,7 @@ def test_a_right_rollout_is_green_also_under_xdist(tmp_path: Path):
     report = json.loads((tmp_path / "out/report.json").read_text())
     jsonschema.validate(report, schema())
     assert report["ok"]
+    assert report["only"] == ["BASE-001", "SYNC-001"]
     assert {r["clause"] for r in report["results"]} == {"SYNC-001", "SYNC-002", "BASE-001"}
 
 
@@ -139,6 +141,7 @@ def test_no_rollout_is_one_plain_line(tmp_path: Path):
             ["--rollout", "toy:make", "--model", "nowhere"],
             "ERROR: no model at 'nowhere': it has to be a Hugging",
         ),
+        (["--rollout", "toy:make", "--profile", "all"], "ERROR: profile is 'all'; allowed: core, full"),
         (["--rollout", "toy:make", "--dtype", "int8"], "ERROR: dtype is 'int8'; allowed: float32, bfloat16"),
     ],
 )

@@ -26,7 +26,7 @@ async def test_a_right_rollout_passes_what_it_declares(tmp_path: Path):
     assert report.ok
     assert report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED) == set()
     assert report.outcomes(Outcome.NOT_APPLICABLE) == {
-        *("SYNC-006", "SYNC-009", "NUM-005", "ID-001", "ID-002", "LIFE-003", "LIFE-004", "CACHE-001"),
+        *("SYNC-006", "SYNC-009", "NUM-005", "ID-001", "ID-002", "LIFE-004", "CACHE-001"),
         *("COST-001", "COST-002", "COST-003", "SLEEP-001", "SLEEP-002"),
     }
     assert (tmp_path / "history.jsonl").read_text().count('"update ended"') > 20
@@ -210,10 +210,21 @@ async def test_bad_input_is_refused_before_anything_starts():
         Settings(model="nowhere")
     with pytest.raises(SettingsError, match="allowed: float32, bfloat16, float16"):
         Settings(dtype="int8")
+    with pytest.raises(SettingsError, match="profile is 'all'; allowed: core, full"):
+        Settings(profile="all")
 
 
 def test_selecting_a_clause_brings_what_it_requires_in_order():
     assert [clause.id for clause in select(["CACHE-001"])] == ["SYNC-002", "SYNC-003", "CACHE-001"]
+
+
+def test_a_profile_holds_what_its_clauses_require_and_a_named_clause_is_run_whatever_its_profile():
+    core, full = select([], "core"), select([], "full")
+    assert {clause.profile for clause in core} == {"core"}
+    assert full == clauses()
+    assert set(core) < set(full)
+    rare = next(clause for clause in full if clause.profile == "full")
+    assert rare in select([rare.id], "core")
 
 
 @pytest.mark.parametrize("clause", written(), ids=lambda clause: clause.id)

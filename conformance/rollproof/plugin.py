@@ -36,6 +36,7 @@ _HELP = {
     "max_num_seqs": "requests the rollout has to run at once",
     "oracle_device": "torch device for the merged-weight model",
     "deadline_scale": "multiplies every deadline",
+    "profile": "core, or full: the clauses that take long too",
 }
 
 
@@ -78,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         only = tuple(filter(None, config.getoption("only").split(",")))
         names = [field.name for field in fields(Settings) if field.name != "only"]
         settings = Settings(only=only, **{name: config.getoption(name) for name in names})
-        chosen = select(only)
+        chosen = select(only, settings.profile)
         target = load(config.getoption("rollout"))
     except (FactoryError, SettingsError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from None

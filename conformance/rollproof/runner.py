@@ -212,7 +212,7 @@ async def check_rollout(
     target = load(factory) if isinstance(factory, str) else Target(_name(factory), factory)
     target = replace(target, options=target.options | options)
     settings = settings or Settings()
-    chosen = select(settings.only)
+    chosen = select(settings.only, settings.profile)
     runner = Runner(target, settings, folder, bench)
     try:
         for clause in chosen:

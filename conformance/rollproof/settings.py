@@ -10,6 +10,7 @@ from typing import Any
 from .protocol import RolloutSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+PROFILES = ("core", "full")
 
 MADE = (
     "tiny-qwen2",
@@ -32,8 +33,9 @@ class Settings:
     """The settings of a run; each field is an option of the pytest plugin too.
 
     ``model`` is a Hugging Face folder, or the name of a model that is made on the spot ("" is
-    tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device; ``only``
-    names clauses (empty: all); ``deadline_scale`` multiplies every deadline.
+    tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device;
+    ``deadline_scale`` multiplies every deadline; ``profile`` is "core", or "full" for the clauses
+    that take long too; ``only`` names clauses, and those are run whatever their profile.
     """
 
     model: str = ""
@@ -44,6 +46,7 @@ class Settings:
     max_num_seqs: int = RolloutSpec.max_num_seqs
     oracle_device: str = "cpu"
     deadline_scale: float = 1.0
+    profile: str = "core"
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -52,8 +55,9 @@ class Settings:
                 f"no model at {self.model!r}: it has to be a Hugging Face folder with a config.json, or a "
                 f"model made on the spot: {', '.join(MADE)}"
             )
-        if self.dtype not in DTYPES:
-            raise SettingsError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        for name, allowed in (("dtype", DTYPES), ("profile", PROFILES)):
+            if (chosen := getattr(self, name)) not in allowed:
+                raise SettingsError(f"{name} is {chosen!r}; allowed: {', '.join(allowed)}")
         for name, least in (("max_lora_rank", 1), ("max_model_len", 128), ("max_num_seqs", 1)):
             if (value := getattr(self, name)) < least:
                 raise SettingsError(f"{name} is {value}; it has to be at least {least}")
@@ -61,9 +65,9 @@ class Settings:
             raise SettingsError(f"deadline_scale is {self.deadline_scale:g}; it has to be above 0")
 
     def options(self) -> str:
-        """The seed, and what differs from the defaults, as command-line options; clauses apart."""
+        """The seed, and what differs from the defaults, as options; the choice of clauses apart."""
         default: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        del default["only"]
+        del default["only"], default["profile"]
         return "".join(
             f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
             for name in default

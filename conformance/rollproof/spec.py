@@ -77,17 +77,18 @@ def written() -> tuple[Clause, ...]:
     )
 
 
-def select(ids: Sequence[str]) -> tuple[Clause, ...]:
-    """The named clauses and those they require, in the order they run; all where none is named.
+def select(ids: Sequence[str], profile: str = "full") -> tuple[Clause, ...]:
+    """The named clauses, whatever their profile, and those they require, in the order they run.
 
-    Raises UnknownClauseError.
+    Where none is named: those of the profile; "full" has all. Raises UnknownClauseError.
     """
     known = {clause.id: clause for clause in clauses()}
     if mute := [clause for clause in written() if clause.id in ids and not clause.check]:
         raise UnknownClauseError(f"clause {mute[0].id} has no check: {mute[0].reason}")
     if unknown := [clause_id for clause_id in ids if clause_id not in known]:
         raise UnknownClauseError(f"unknown clause {unknown[0]!r}; there are {', '.join(known)}")
-    wanted, queue = set[str](), list(ids or known)
+    of_profile = [clause.id for clause in known.values() if profile in ("full", clause.profile)]
+    wanted, queue = set[str](), list(ids or of_profile)
     while queue:
         clause_id = queue.pop()
         if clause_id not in wanted:
@@ -105,7 +106,8 @@ def markdown() -> str:
     for family, members in families.items():
         lines += [f"### {family}", ""]
         for clause in members:
-            facts = [clause.level, *(["a fresh rollout"] if clause.fresh else [])]
+            facts = [clause.level, *(["profile full"] if clause.profile == "full" else [])]
+            facts += ["a fresh rollout"] if clause.fresh else []
             facts += [f"needs `{item}`" for item in clause.needs]
             facts += [f"requires {item}" for item in clause.requires]
             lines += [f"**{clause.id} {clause.title}** ({'; '.join(facts)})  ", clause.text, ""]

@@ -28,6 +28,8 @@ def report_json(report: Report) -> dict[str, Any]:
         "versions": versions(),
         "rollout": report.rollout,
         "model": settings.model or "tiny-qwen2, made on the spot",
+        "profile": settings.profile,
+        "only": list(settings.only),
         "dtype": report.dtype,
         "device": report.device,
         "oracle_device": settings.oracle_device,
@@ -51,12 +53,14 @@ def write(report: Report, folder: Path) -> None:
 
 def _markdown(data: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in data["totals"].items() if count)
+    only = ", ".join(data["only"])
     lines = [
         f"# {'Conforms' if data['ok'] else 'Does not conform'}: `{data['rollout']}`",
         "",
         f"{counts}.",
         "",
         f"- Model: {data['model']}, {data['dtype']}, on {data['device']}",
+        f"- Clauses: {f'{only} and what they require' if only else 'profile ' + data['profile']}",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in data['versions'].items())}",
         f"- Declared: {', '.join(data['capabilities']) or 'nothing'}",
         *(f"- {name}: {value}" for name, value in data["details"].items()),
