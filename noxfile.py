@@ -18,6 +18,12 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 
 DEFAULT = "rollproof_reference:make"
 
+CLAUSES = (
+    *("-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
+    # This repository's own settings and fixtures are for its own tests.
+    *("-c", os.devnull, "--rootdir", ".", "--noconftest"),
+)
+
 
 def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
     """Install the project into the session's environment, torch for the CPU unless there is a GPU."""
@@ -49,6 +55,10 @@ def environment() -> dict[str, str]:
 def conformance(session: nox.Session) -> None:
     """Judge a rollout: ``nox -s conformance -- --rollout pkg.mod:factory`` (default: the reference)."""
     given = list(session.posargs)
+    if "--list" in given:  # of the clauses: nothing is judged
+        install(session, engine())
+        session.run("python", *CLAUSES, *given, env=environment())
+        return
     chosen = any(item == "--rollout" or item.startswith("--rollout=") for item in given)
     judged = (
         "judged: the rollout named by --rollout" if chosen else "judged: rollproof_reference, the default"
@@ -61,9 +71,7 @@ def conformance(session: nox.Session) -> None:
         given += ["--report", "rollproof-report"]
     try:
         session.run(
-            *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
-            # This repository's own settings and fixtures are for its own tests.
-            *("-c", os.devnull, "--rootdir", ".", "--noconftest", "-v", *given),
+            *("python", *CLAUSES, "-v", *given),
             env=environment(),
         )
     finally:

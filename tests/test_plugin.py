@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from rollproof.report import schema
+from rollproof.spec import clauses
 
 CLAUSES = ("--pyargs", "rollproof.clauses", "-p", "no:cacheprovider")
 if "rollproof" not in {point.name for point in entry_points(group="pytest11")}:
@@ -117,6 +118,21 @@ def test_a_right_rollout_is_green_also_under_xdist(tmp_path: Path):
     assert report["ok"]
     assert report["only"] == ["BASE-001", "SYNC-001"]
     assert {r["clause"] for r in report["results"]} == {"SYNC-001", "SYNC-002", "BASE-001"}
+
+
+def test_the_list_has_every_clause_and_marks_those_that_would_run(tmp_path: Path):
+    found = run(tmp_path, "--list", "--only", "LIFE-003")
+    assert (found.returncode, found.stderr) == (0, "")
+    *lines, total = found.stdout.splitlines()
+    assert [line[2:].split()[0] for line in lines] == [clause.id for clause in clauses()]
+    marked = {line[2:].split()[0] for line in lines if line.startswith("* ")}
+    assert marked == {"SYNC-002", "SYNC-003", "RANK-001", "NUM-004", "LIFE-003"}
+    rare = next(line for line in lines if "LIFE-003" in line)
+    assert "(MUST; profile full; needs processes; requires RANK-001; requires NUM-004)" in rare
+    assert total == f"* would run: 5 of {len(clauses())} clauses"
+    assert "* LIFE-003" not in run(tmp_path, "--list").stdout
+    assert "* LIFE-003" in run(tmp_path, "--list", "--profile", "full").stdout
+    assert "unknown clause 'SYNC-9'" in error_lines(run(tmp_path, "--list", "--only", "SYNC-9"))[0]
 
 
 def test_no_rollout_is_one_plain_line(tmp_path: Path):

@@ -21,7 +21,7 @@ import pytest
 from .factory import FactoryError, Target, load
 from .outcome import Outcome, Result
 from .settings import MADE, Settings, SettingsError
-from .spec import Clause, UnknownClauseError, clauses, select
+from .spec import Clause, UnknownClauseError, clauses, listing, select
 
 if TYPE_CHECKING:
     from .runner import Report, Runner
@@ -64,6 +64,7 @@ def _add_options(parser: pytest.Parser, args: Sequence[str]) -> None:
     group.addoption("--rollout", metavar="PKG.MOD:FACTORY[,KEY=VALUE]", help="the rollout to judge")
     group.addoption("--report", metavar="DIR", type=Path, help="write report.json, .md, junit.xml here")
     group.addoption("--only", metavar="ID[,ID]", default="", help="these clauses, and those they require")
+    group.addoption("--list", action="store_true", help="print every clause, the chosen ones marked")
     for field in fields(Settings):
         if field.name != "only":
             option = f"--{field.name.replace('_', '-')}"
@@ -71,15 +72,32 @@ def _add_options(parser: pytest.Parser, args: Sequence[str]) -> None:
             group.addoption(option, type=type(field.default), default=field.default, help=help_text)
 
 
+def _settings(config: pytest.Config) -> Settings:
+    only = tuple(filter(None, config.getoption("only").split(",")))
+    names = [field.name for field in fields(Settings) if field.name != "only"]
+    return Settings(only=only, **{name: config.getoption(name) for name in names})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Print the clauses where that is all that is asked for; nothing is collected or started."""
+    if not config.getoption("list", False):
+        return None
+    try:
+        settings = _settings(config)
+        print(listing(select(settings.only, settings.profile)))
+    except (SettingsError, UnknownClauseError) as error:
+        raise pytest.UsageError(str(error)) from None
+    return 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options and import the rollout's factory before anything starts."""
     if not config.getoption("rollout", None):
         return
     try:
-        only = tuple(filter(None, config.getoption("only").split(",")))
-        names = [field.name for field in fields(Settings) if field.name != "only"]
-        settings = Settings(only=only, **{name: config.getoption(name) for name in names})
-        chosen = select(only, settings.profile)
+        settings = _settings(config)
+        chosen = select(settings.only, settings.profile)
         target = load(config.getoption("rollout"))
     except (FactoryError, SettingsError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from None

@@ -45,6 +45,14 @@ class Clause:
         return self.id.partition("-")[0]
 
     @property
+    def terms(self) -> str:
+        """Its level, and what it needs to be run."""
+        terms = [self.level, *(["profile full"] if self.profile == "full" else [])]
+        terms += ["a fresh rollout"] if self.fresh else []
+        terms += [f"needs `{item}`" for item in self.needs]
+        return "; ".join(terms + [f"requires {item}" for item in self.requires])
+
+    @property
     def module(self) -> str:
         """The file under ``clauses/`` that holds the check."""
         return self.check.partition(":")[0]
@@ -97,6 +105,15 @@ def select(ids: Sequence[str], profile: str = "full") -> tuple[Clause, ...]:
     return tuple(clause for clause in known.values() if clause.id in wanted)
 
 
+def listing(chosen: Sequence[Clause]) -> str:
+    """Every clause in a line, the chosen ones with a star."""
+    lines = [
+        f"{'*' if clause in chosen else ' '} {clause.id:<10} {clause.title} ({clause.terms.replace('`', '')})"
+        for clause in clauses()
+    ]
+    return "\n".join([*lines, f"* would run: {len(chosen)} of {len(clauses())} clauses"])
+
+
 def markdown() -> str:
     """SPEC.md, whose middle part is the clauses as this file has them."""
     families: dict[str, list[Clause]] = {}
@@ -106,11 +123,7 @@ def markdown() -> str:
     for family, members in families.items():
         lines += [f"### {family}", ""]
         for clause in members:
-            facts = [clause.level, *(["profile full"] if clause.profile == "full" else [])]
-            facts += ["a fresh rollout"] if clause.fresh else []
-            facts += [f"needs `{item}`" for item in clause.needs]
-            facts += [f"requires {item}" for item in clause.requires]
-            lines += [f"**{clause.id} {clause.title}** ({'; '.join(facts)})  ", clause.text, ""]
+            lines += [f"**{clause.id} {clause.title}** ({clause.terms})  ", clause.text, ""]
             how = f"- Check: {clause.how}" if clause.check else f"- Not checked: {clause.reason} {clause.how}"
             lines += [how, f"- Shipped as: {', '.join(clause.bugs)}", ""]
     return "\n".join(lines).rstrip() + "\n"
