@@ -135,6 +135,39 @@ def test_the_list_has_every_clause_and_marks_those_that_would_run(tmp_path: Path
     assert "unknown clause 'SYNC-9'" in error_lines(run(tmp_path, "--list", "--only", "SYNC-9"))[0]
 
 
+def test_a_baseline_makes_a_known_failure_green_and_says_why(tmp_path: Path):
+    (tmp_path / "known.toml").write_text(
+        '[SYNC-003]\nreason = "it forgets"\n[BASE-002]\nreason = "too slow"\nrun = false\n'
+    )
+    args = ("--rollout", "toy:make,fault=forgets", "--baseline", "known.toml", "--only", "SYNC-003,BASE-002")
+    found = run(tmp_path, *args, "--report", "out", "-rxs")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "2 passed, 1 skipped" in found.stdout
+    assert "1 xfailed" in found.stdout
+    assert "conforms (2 pass, 1 expected-fail, 1 disabled)" in found.stdout
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    jsonschema.validate(report, schema())
+    assert (report["ok"], report["baseline"]) == (True, "known.toml")
+    known = next(result for result in report["results"] if result["clause"] == "SYNC-003")
+    assert "these logprobs are those of version" in known["message"]
+    assert known["message"].endswith("expected: it forgets")
+    assert "baseline" not in known["reproduce"]
+    suite = ET.parse(tmp_path / "out/junit.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "2")
+    assert f"- SYNC-003: `{known['reproduce']}`" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_stale_baseline_fails_the_run(tmp_path: Path):
+    (tmp_path / "known.toml").write_text('[SYNC-002]\nreason = "it was broken"\n')
+    found = run(tmp_path, "--rollout", "toy:make", "--baseline", "known.toml", "--only", "SYNC-002")
+    assert found.returncode == 1
+    assert (
+        "SYNC-002 applied (stale-expected-fail): it passes, so its entry in the baseline has to go "
+        "(it was broken): " in found.stdout
+    )
+
+
 def test_no_rollout_is_one_plain_line(tmp_path: Path):
     assert error_lines(run(tmp_path)) == [
         "ERROR: no rollout to judge: name one with --rollout pkg.mod:factory"
@@ -156,6 +189,10 @@ def test_no_rollout_is_one_plain_line(tmp_path: Path):
         (
             ["--rollout", "toy:make", "--model", "nowhere"],
             "ERROR: no model at 'nowhere': it has to be a Hugging",
+        ),
+        (
+            ["--rollout", "toy:make", "--baseline", "no.toml"],
+            "ERROR: the baseline 'no.toml' can't be read: [Errno 2]",
         ),
         (["--rollout", "toy:make", "--profile", "all"], "ERROR: profile is 'all'; allowed: core, full"),
         (["--rollout", "toy:make", "--dtype", "int8"], "ERROR: dtype is 'int8'; allowed: float32, bfloat16"),

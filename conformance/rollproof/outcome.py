@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """The outcome of one clause. Only a run without fail and error, and with a pass, is green."""
+    """The outcome of one clause. A run is green with a pass, and without any of ``RED``."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -19,6 +19,19 @@ class Outcome(StrEnum):
     BLOCKED = "blocked"
     """A clause that this one requires did not pass."""
     NOT_APPLICABLE = "not-applicable"
+    EXPECTED_FAIL = "expected-fail"
+    """It failed or was blocked, and the baseline says why."""
+    STALE_EXPECTED_FAIL = "stale-expected-fail"
+    """The baseline lists it, and it passed."""
+    DISABLED = "disabled"
+    """The baseline says not to run it."""
+
+
+RED = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED, Outcome.STALE_EXPECTED_FAIL})
+"""No run with one of these conforms."""
+
+UNSHOWN = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED, Outcome.EXPECTED_FAIL, Outcome.DISABLED})
+"""Where a clause came out as one of these, those that require it are blocked."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from . import baseline, options
 from .factory import FactoryError, Target, load
 from .outcome import Outcome, Result
 from .settings import MADE, Settings, SettingsError
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from .runner import Report, Runner
 
 _CLAUSES = Path(__file__).parent / "clauses"
-_HELP = {
-    "model": f"Hugging Face folder to judge with, or a model to make on the spot: {', '.join(MADE)}",
-    "dtype": "float32, bfloat16 or float16, asked of the rollout",
-    "seed": "seed of prompts, adapters and the made model",
-    "max_lora_rank": "highest rank the rollout has to accept",
-    "max_model_len": "tokens of prompt and completion together",
-    "max_num_seqs": "requests the rollout has to run at once",
-    "oracle_device": "torch device for the merged-weight model",
-    "deadline_scale": "multiplies every deadline",
-    "profile": "core, or full: the clauses that take long too",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,22 +49,7 @@ def _add_options(parser: pytest.Parser, args: Sequence[str]) -> None:
     if not asked or parser in _with_options:
         return
     _with_options.add(parser)
-    group = parser.getgroup("rollproof", "judging an RL rollout")
-    group.addoption("--rollout", metavar="PKG.MOD:FACTORY[,KEY=VALUE]", help="the rollout to judge")
-    group.addoption("--report", metavar="DIR", type=Path, help="write report.json, .md, junit.xml here")
-    group.addoption("--only", metavar="ID[,ID]", default="", help="these clauses, and those they require")
-    group.addoption("--list", action="store_true", help="print every clause, the chosen ones marked")
-    for field in fields(Settings):
-        if field.name != "only":
-            option = f"--{field.name.replace('_', '-')}"
-            help_text = f"{_HELP[field.name]} (default: {field.default or 'see above'})"
-            group.addoption(option, type=type(field.default), default=field.default, help=help_text)
-
-
-def _settings(config: pytest.Config) -> Settings:
-    only = tuple(filter(None, config.getoption("only").split(",")))
-    names = [field.name for field in fields(Settings) if field.name != "only"]
-    return Settings(only=only, **{name: config.getoption(name) for name in names})
+    options.add(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,9 +58,12 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not config.getoption("list", False):
         return None
     try:
-        settings = _settings(config)
-        print(listing(select(settings.only, settings.profile)))
-    except (SettingsError, UnknownClauseError) as error:
+        settings = options.settings(config)
+        expected = baseline.read(settings.baseline)
+        disabled = {clause_id for clause_id, entry in expected.items() if not entry.run}
+        chosen = select(settings.only, settings.profile)
+        print(listing([clause for clause in chosen if clause.id not in disabled]))
+    except (baseline.BaselineError, SettingsError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from None
     return 0
 
@@ -96,10 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("rollout", None):
         return
     try:
-        settings = _settings(config)
+        settings = options.settings(config)
+        baseline.read(settings.baseline)
         chosen = select(settings.only, settings.profile)
         target = load(config.getoption("rollout"))
-    except (FactoryError, SettingsError, UnknownClauseError) as error:
+    except (baseline.BaselineError, FactoryError, SettingsError, UnknownClauseError) as error:
         raise pytest.UsageError(str(error)) from None
     # What an engine leaves to the garbage collector is not judged, even where warnings are errors.
     config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -149,7 +127,7 @@ class ClauseItem(pytest.Item):
         self.user_properties.append(("clause", clause.id))
 
     def runtest(self) -> None:
-        """Judge, and pass, skip or fail by the outcome."""
+        """Judge, and pass, skip, fail as expected or fail by the outcome."""
         judging = self.config.pluginmanager.get_plugin("rollproof-judging")
         assert isinstance(judging, Judging)  # the collection was refused otherwise
         # An engine's warnings are not what this run is about, even where they are made errors.
@@ -159,8 +137,10 @@ class ClauseItem(pytest.Item):
         # As text, which is what xdist's workers can send and JUnit can hold.
         found = {"result": result.to_json(), "facts": judging.facts()}
         self.user_properties.append(("rollproof", json.dumps(found)))
-        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
+        if result.outcome in (Outcome.FAIL, Outcome.ERROR, Outcome.STALE_EXPECTED_FAIL):
             raise ClauseFailedError(result)
+        if result.outcome == Outcome.EXPECTED_FAIL:
+            pytest.xfail(f"{result.outcome}: {result.message}")  # does nothing with --runxfail
         if result.outcome != Outcome.PASS:
             pytest.skip(f"{result.outcome}: {result.message}")
 
@@ -178,7 +158,7 @@ class ClauseItem(pytest.Item):
 
 
 class ClauseFailedError(Exception):
-    """A clause that failed or could not be judged."""
+    """A clause that failed, could not be judged, or passed against the baseline."""
 
     def __init__(self, result: Result) -> None:
         super().__init__(result.message)

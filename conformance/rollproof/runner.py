@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from . import __version__, baseline
 from .bench import Bench
 from .factory import Target, load
 from .history import History
 from .models import make_model
 from .oracle import ModelError
-from .outcome import FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
+from .outcome import RED, UNSHOWN, FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
 from .protocol import RolloutFactory, RolloutSpec
 from .session import Session
 from .settings import MADE, Settings
@@ -48,10 +48,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Something passed, nothing failed or could not be judged, and nothing else went wrong."""
-        totals = self.totals()
-        bad = totals[Outcome.FAIL] + totals[Outcome.ERROR] + totals[Outcome.BLOCKED]
-        return bad == 0 and totals[Outcome.PASS] > 0 and not self.troubles
+        """Something passed, nothing came out red, and nothing else went wrong."""
+        passed, red = self.outcomes(Outcome.PASS), self.outcomes(*RED)
+        return bool(passed) and not red and not self.troubles
 
     def totals(self) -> dict[Outcome, int]:
         """How many clauses came out each way."""
@@ -71,6 +70,7 @@ class Runner:
     def __init__(
         self, target: Target, settings: Settings, folder: Path | None = None, bench: Bench | None = None
     ) -> None:
+        self._baseline = baseline.read(settings.baseline)
         self.report = Report(target.text, settings, settings.dtype)
         self._target = target
         self._settings = settings
@@ -83,7 +83,13 @@ class Runner:
     async def run(self, clause: Clause) -> Result:
         """Run one clause; never raises for what the rollout does."""
         began = time.monotonic()
-        outcome, message = await self._outcome(clause)
+        expected = self._baseline.get(clause.id)
+        if expected is not None and not expected.run:
+            outcome, message = Outcome.DISABLED, expected.reason
+        else:
+            outcome, message = await self._outcome(clause)
+            if expected is not None:
+                outcome, message = baseline.weigh(expected, outcome, message)
         result = Result(
             clause=clause.id,
             level=clause.level,
@@ -108,8 +114,8 @@ class Runner:
             self._scratch.cleanup()
 
     async def _outcome(self, clause: Clause) -> tuple[Outcome, str]:
-        bad = self.report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED)
-        if missing := [clause_id for clause_id in clause.requires if clause_id in bad]:
+        unshown = self.report.outcomes(*UNSHOWN)
+        if missing := [clause_id for clause_id in clause.requires if clause_id in unshown]:
             return Outcome.BLOCKED, f"requires {', '.join(missing)}, which did not pass"
         try:
             session = await self._ready(clause)
@@ -207,7 +213,7 @@ async def check_rollout(
 
     ``options`` go to the factory. ``folder``, an existing one, gets the history as JSON lines; runs
     with the same model can share a ``bench``, one after the other, and measure once. Raises
-    FactoryError, SettingsError or UnknownClauseError for bad input, before anything starts.
+    FactoryError, SettingsError, UnknownClauseError or BaselineError for bad input, before anything starts.
     """
     target = load(factory) if isinstance(factory, str) else Target(_name(factory), factory)
     target = replace(target, options=target.options | options)

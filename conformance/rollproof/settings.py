@@ -35,7 +35,8 @@ class Settings:
     ``model`` is a Hugging Face folder, or the name of a model that is made on the spot ("" is
     tiny-qwen2); ``dtype`` is asked of the rollout; ``oracle_device`` is a torch device;
     ``deadline_scale`` multiplies every deadline; ``profile`` is "core", or "full" for the clauses
-    that take long too; ``only`` names clauses, and those are run whatever their profile.
+    that take long too; ``only`` names clauses, and those are run whatever their profile;
+    ``baseline`` is a file with those that are known to fail (see ``rollproof.baseline``; "": none).
     """
 
     model: str = ""
@@ -47,6 +48,7 @@ class Settings:
     oracle_device: str = "cpu"
     deadline_scale: float = 1.0
     profile: str = "core"
+    baseline: str = ""
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -65,9 +67,12 @@ class Settings:
             raise SettingsError(f"deadline_scale is {self.deadline_scale:g}; it has to be above 0")
 
     def options(self) -> str:
-        """The seed, and what differs from the defaults, as options; the choice of clauses apart."""
+        """The seed, and what differs from the defaults, as options: what makes a clause fail the same way.
+
+        Without the choice of clauses, and without the baseline: the failure is to be seen.
+        """
         default: dict[str, Any] = {field.name: field.default for field in fields(self)}
-        del default["only"], default["profile"]
+        del default["only"], default["profile"], default["baseline"]
         return "".join(
             f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
             for name in default
