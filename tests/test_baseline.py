@@ -12,7 +12,6 @@ from rollproof import Outcome, Settings, check_rollout
 from rollproof.baseline import BaselineError, Expected, read, weigh
 from rollproof.bench import Bench
 
-
 Judge = Callable[..., Awaitable[tuple[bool, list[Outcome]]]]
 
 

@@ -85,12 +85,12 @@ SHAPES = {
 and scaled embeddings, sliding windows and soft caps (Gemma), routed experts (MoE)."""
 
 
-def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> Path:
-    """Write a random-weight model as a Hugging Face folder and return it.
+def made_parameters(shape: str) -> int:
+    """How many parameters a made model has. Raises ValueError for an unknown shape."""
+    return sum(parameter.numel() for parameter in _without_weights(shape).parameters())
 
-    The same shape and seed give the same weights, bit for bit. Raises ValueError for an unknown
-    shape, before anything is written.
-    """
+
+def _without_weights(shape: str) -> Any:
     if shape not in SHAPES:
         raise ValueError(f"no made model is called {shape!r}; there are {', '.join(SHAPES)}")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -111,9 +111,18 @@ def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> 
     }
     config = AutoConfig.for_model(size.family, **common | dict(size.config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=size.dtype)
-    model = model.to_empty(device="cpu")
+        return AutoModelForCausalLM.from_config(config, dtype=size.dtype)
+
+
+def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> Path:
+    """Write a random-weight model as a Hugging Face folder and return it.
+
+    The same shape and seed give the same weights, bit for bit. Raises ValueError for an unknown
+    shape, before anything is written.
+    """
+    model = _without_weights(shape).to_empty(device="cpu")
     model.tie_weights()
+    size = SHAPES[shape]
     generator = torch.Generator().manual_seed(seed)
     # Buffers stay undefined: none is saved.
     for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .settings import Settings
+from .settings import MADE, Settings
 
 _HELP = {
     "model": f"Hugging Face folder to judge with, or a model to make on the spot: {', '.join(MADE)}",

@@ -29,6 +29,11 @@ _KEPT_BYTES = 16 << 30
 """Merged versions are kept for the next claim: so many, and of so many bytes together."""
 
 
+def kept_versions(size: int) -> int:
+    """How many merged versions are kept of a model of so many bytes."""
+    return max(1, min(_KEPT, _KEPT_BYTES // size))
+
+
 class ModelError(ValueError):
     """A model folder that can't be read. The message is one line."""
 
@@ -302,7 +307,7 @@ class Oracle:
         merged = self._peft(version).merge_and_unload(safe_merge=True)
         self._merged[version] = merged
         size = sum(p.numel() * p.element_size() for p in merged.parameters())
-        while len(self._merged) > max(1, min(_KEPT, _KEPT_BYTES // size)):
+        while len(self._merged) > kept_versions(size):
             self._merged.popitem(last=False)
         return merged
 

@@ -36,7 +36,8 @@ UNSHOWN = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED, Outcome.EXPEC
 
 @dataclass(frozen=True)
 class Result:
-    """One clause's outcome. ``reproduce`` is a command line; ``seconds`` is wall-clock time."""
+    """One clause's outcome. ``reproduce`` is a command line; ``seconds`` is wall-clock time; ``updates``
+    and ``completions`` are how many the rollout was asked for and answered."""
 
     clause: str
     level: str
@@ -45,6 +46,8 @@ class Result:
     seconds: float
     seed: int
     reproduce: str
+    updates: int = 0
+    completions: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

@@ -195,11 +195,16 @@ class Judging:
         report = self._runner.report if self._runner is not None else None
         return {name: getattr(report, name) for name in ("dtype", "device", "capabilities", "details")}
 
-    def pytest_report_header(self) -> str:
-        """Say what is judged."""
+    def pytest_report_header(self) -> list[str]:
+        """Say what is judged, and what that will cost."""
+        from .cost import told
+
+        disabled = {id_ for id_, entry in baseline.read(self._settings.baseline).items() if not entry.run}
+        run = [clause for clause in self.chosen if clause.id not in disabled]
         model = self._settings.model or MADE[0]
         model += ", made on the spot" if model in MADE else ""
-        return f"rollproof: judging {self._target.text} with {model}, seed {self._settings.seed}"
+        judging = f"judging {self._target.text} with {model}, seed {self._settings.seed}"
+        return [f"rollproof: {judging}", f"rollproof: {told(self._settings, run)}"]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Gather results, also those that xdist's workers send, and clauses that came to none."""
@@ -226,11 +231,16 @@ class Judging:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say how it came out in one line."""
+        """Say what was covered and how it came out."""
         if not self._results:
             terminalreporter.write_line("rollproof: no clause was run, so nothing is shown")
             return
+        from .coverage import lines
+        from .report import report_json
+
         report = self._report()
+        for line in lines(report_json(report)):
+            terminalreporter.write_line(f"rollproof: {line}")
         counts = ", ".join(f"{count} {name}" for name, count in report.totals().items() if count)
         verdict = "conforms" if report.ok else "does not conform"
         for trouble in report.troubles:

@@ -77,12 +77,13 @@ class Runner:
         self._scratch = tempfile.TemporaryDirectory(prefix="rollproof-")
         self._stream = None if folder is None else (folder / "history.jsonl").open("w", encoding="utf-8")
         self._session: Session | None = None
+        self._histories: list[History] = []
         self._bench = bench or Bench()
         self._bench.clear()
 
     async def run(self, clause: Clause) -> Result:
         """Run one clause; never raises for what the rollout does."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self._calls()
         expected = self._baseline.get(clause.id)
         if expected is not None and not expected.run:
             outcome, message = Outcome.DISABLED, expected.reason
@@ -90,6 +91,7 @@ class Runner:
             outcome, message = await self._outcome(clause)
             if expected is not None:
                 outcome, message = baseline.weigh(expected, outcome, message)
+        updates, completions = (now - then for now, then in zip(self._calls(), before, strict=True))
         result = Result(
             clause=clause.id,
             level=clause.level,
@@ -98,6 +100,8 @@ class Runner:
             seconds=round(time.monotonic() - began, 3),
             seed=self._settings.seed,
             reproduce=self._reproduce(clause),
+            updates=updates,
+            completions=completions,
         )
         self.report.results.append(result)
         return result
@@ -164,6 +168,7 @@ class Runner:
             workdir=self._scratch.name,
         )
         history = History(stream=self._stream)
+        self._histories.append(history)
         history.note("rollout started", rollout=self._target.text, model=spec.model_path)
         subject = Subject(self._target.start, spec, history, Deadlines(settings.deadline_scale))
         device = settings.oracle_device
@@ -181,6 +186,11 @@ class Runner:
             with suppress(FailureError):
                 await subject.close()
             raise
+
+    def _calls(self) -> tuple[int, int]:
+        """Updates and completions so far, those of rollouts that ended included."""
+        histories = self._histories
+        return sum(len(h.updates) for h in histories), sum(len(h.exchanges) for h in histories)
 
     def _model(self) -> str:
         shape = self._settings.model or MADE[0]

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..coverage import lines
 from ..runner import Report, versions
 
 SCHEMA_VERSION = 1
@@ -56,7 +57,7 @@ def write(report: Report, folder: Path) -> None:
 def _markdown(data: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in data["totals"].items() if count)
     only = ", ".join(data["only"])
-    lines = [
+    text = [
         f"# {'Conforms' if data['ok'] else 'Does not conform'}: `{data['rollout']}`",
         "",
         f"{counts}.",
@@ -67,6 +68,7 @@ def _markdown(data: dict[str, Any]) -> str:
         f"- Declared: {', '.join(data['capabilities']) or 'nothing'}",
         *([f"- Baseline: {data['baseline']}"] if data["baseline"] else []),
         *(f"- {name}: {value}" for name, value in data["details"].items()),
+        *(f"- {line}" for line in lines(data)),
         *(f"- **Trouble: {trouble}**" for trouble in data["troubles"]),
         "",
         "| clause | level | outcome | seconds | what was seen |",
@@ -81,12 +83,12 @@ def _markdown(data: dict[str, Any]) -> str:
             f"{result['seconds']:.1f}",
             told,
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        text.append(f"| {' | '.join(cells)} |")
     bad = [r for r in data["results"] if r["outcome"] in ("fail", "error", "expected-fail")]
     if bad:
-        lines += ["", "To see a failure again:", ""]
-        lines += [f"- {result['clause']}: `{result['reproduce']}`" for result in bad]
-    return "\n".join(lines) + "\n"
+        text += ["", "To see a failure again:", ""]
+        text += [f"- {result['clause']}: `{result['reproduce']}`" for result in bad]
+    return "\n".join(text) + "\n"
 
 
 _JUNIT = {
