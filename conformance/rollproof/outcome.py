@@ -37,7 +37,8 @@ UNSHOWN = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED, Outcome.EXPEC
 @dataclass(frozen=True)
 class Result:
     """One clause's outcome. ``reproduce`` is a command line; ``seconds`` is wall-clock time; ``updates``
-    and ``completions`` are how many the rollout was asked for and answered."""
+    and ``completions`` are how many the rollout was asked for and answered; ``upstream`` is a known fault
+    of its engine that may be why the clause failed."""
 
     clause: str
     level: str
@@ -48,6 +49,7 @@ class Result:
     reproduce: str
     updates: int = 0
     completions: int = 0
+    upstream: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import __version__, baseline
+from . import __version__, baseline, upstream
 from .bench import Bench
 from .factory import Target, load
 from .history import History
@@ -84,11 +84,15 @@ class Runner:
     async def run(self, clause: Clause) -> Result:
         """Run one clause; never raises for what the rollout does."""
         began, before = time.monotonic(), self._calls()
-        expected = self._baseline.get(clause.id)
+        expected, fault = self._baseline.get(clause.id), ""
         if expected is not None and not expected.run:
             outcome, message = Outcome.DISABLED, expected.reason
         else:
             outcome, message = await self._outcome(clause)
+            if outcome == Outcome.FAIL:
+                engine = self.report.details.get("engine", "")
+                if fault := upstream.known(engine, self.report.device, clause.id, message):
+                    message += f"\nknown fault of {engine}: {fault}"
             if expected is not None:
                 outcome, message = baseline.weigh(expected, outcome, message)
         updates, completions = (now - then for now, then in zip(self._calls(), before, strict=True))
@@ -102,6 +106,7 @@ class Runner:
             reproduce=self._reproduce(clause),
             updates=updates,
             completions=completions,
+            upstream=fault,
         )
         self.report.results.append(result)
         return result
