@@ -201,7 +201,9 @@ class Oracle:
         sequence's temperature.
         """
         found = []
-        for sequence, logits in zip(sequences, self._logits(self._model(version), sequences), strict=True):
+        for sequence, logits in zip(
+            sequences, self._logits([(self._model(version), 0)], sequences), strict=True
+        ):
             q = (logits.float() / sequence.temperature).softmax(-1)
             ranked = q.sort(-1, descending=True).values
             beyond = ranked.cumsum(-1) - ranked >= nucleus
