@@ -218,6 +218,12 @@ def test_selecting_a_clause_brings_what_it_requires_in_order():
     assert [clause.id for clause in select(["CACHE-001"])] == ["SYNC-002", "SYNC-003", "CACHE-001"]
 
 
+def test_what_reproduces_a_failure_is_what_makes_a_difference_to_it():
+    # --only brings the clause whatever its profile, and the baseline would hide the failure.
+    settings = Settings(dtype="bfloat16", max_lora_rank=8, profile="full", baseline="known.toml")
+    assert settings.options() == " --dtype bfloat16 --seed 0 --max-lora-rank 8"
+
+
 def test_a_profile_holds_what_its_clauses_require_and_a_named_clause_is_run_whatever_its_profile():
     core, full = select([], "core"), select([], "full")
     assert {clause.profile for clause in core} == {"core"}
