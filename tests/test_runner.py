@@ -26,7 +26,9 @@ async def test_a_right_rollout_passes_what_it_declares(tmp_path: Path):
     assert report.ok
     assert report.outcomes(Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED) == set()
     assert report.outcomes(Outcome.NOT_APPLICABLE) == {
-        *("SYNC-006", "SYNC-009", "NUM-005", "ID-001", "ID-002", "LIFE-004", "CACHE-001"),
+        *("SYNC-006", "SYNC-009", "ID-001", "ID-002", "LIFE-004", "NUM-005", "NUM-007", "NUM-008", "NUM-009"),
+        *("CACHE-001", "CACHE-002", "CACHE-003", "CACHE-004", "CACHE-005"),
+        *("FLIGHT-001", "FLIGHT-002", "FLIGHT-003"),
         *("COST-001", "COST-002", "COST-003", "SLEEP-001", "SLEEP-002"),
     }
     assert (tmp_path / "history.jsonl").read_text().count('"update ended"') > 20

@@ -201,7 +201,8 @@ class Oracle:
         sequence's temperature.
         """
         found = []
-        for sequence, logits in zip(
+        alone = [(self._model(version), 0)]
+        for sequence, logits in zip(sequences, self._logits(alone, sequences), strict=True):
             sequences, self._logits([(self._model(version), 0)], sequences), strict=True
         ):
             q = (logits.float() / sequence.temperature).softmax(-1)
