@@ -203,8 +203,6 @@ class Oracle:
         found = []
         alone = [(self._model(version), 0)]
         for sequence, logits in zip(sequences, self._logits(alone, sequences), strict=True):
-            sequences, self._logits([(self._model(version), 0)], sequences), strict=True
-        ):
             q = (logits.float() / sequence.temperature).softmax(-1)
             ranked = q.sort(-1, descending=True).values
             beyond = ranked.cumsum(-1) - ranked >= nucleus
