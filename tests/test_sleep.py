@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from conftest import MakeAdapter
 from rollproof.protocol import GenerateRequest, RolloutSpec
@@ -10,6 +11,8 @@ from rollproof_reference import AsyncRollout, start_engine
 from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's engine sleeps")
 
 REQUEST = GenerateRequest(tuple(range(7, 47)), 12)
 BASE = GenerateRequest(tuple(range(8, 48)), 12, adapter=False)

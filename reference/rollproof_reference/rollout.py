@@ -101,10 +101,10 @@ class AsyncRollout:
         self.version: int | None = None
         self._layers = model_layers(spec.model_path)
         self.served = served
-        if can_sleep(engine):
-            self.capabilities |= {Capability.SLEEP}
         self._asleep = 0
         self.capabilities = type(self).capabilities | {_ENDS[name] for name in _ENDS if name in served}
+        if can_sleep(engine):
+            self.capabilities |= {Capability.SLEEP}
         self._digest = ""
         self._rank: int | None = None
         self._path: str | None = None
@@ -125,6 +125,7 @@ class AsyncRollout:
 
     async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
         """Sample ``n`` completions of one prompt, each with a seed of its own (see ``generate``)."""
+        check_request(request, self.spec.max_model_len)
         outputs, version = await self._ask(request, sampling_params(request, n))
         return completions(outputs, version)
 
