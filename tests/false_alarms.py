@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 import torch
 
-import rollproof.session
+import rollproof.verify
 from known_bad import ODD_BUT_RIGHT, Case, started
-from rollproof import Oracles, Outcome, Report, Settings, check_rollout
+from rollproof import Outcome, Report, Settings, check_rollout
+from rollproof.bench import Bench
 from rollproof.judge import judge
 from rollproof.models import make_model
 from rollproof.protocol import RolloutSpec
@@ -60,12 +61,12 @@ def distances() -> Iterator[list[float]]:
     """How far each claim's worst completion was from the right version, in parts of what is allowed."""
     found: list[float] = []
 
-    def watched(scored: Any, tolerance: Any, labels: Any = None) -> Any:
-        verdict = judge(scored, tolerance, labels)
+    def watched(scored: Any, tolerance: Any) -> Any:
+        verdict = judge(scored, tolerance)
         found.append(verdict.distance / tolerance.completion)
         return verdict
 
-    with patch.object(rollproof.session, "judge", watched):
+    with patch.object(rollproof.verify, "judge", watched):
         yield found
 
 
@@ -111,12 +112,12 @@ async def main(seeds: Sequence[int], out: Path) -> bool:
         spec = RolloutSpec(str(make_model(Path(folder, "tiny-qwen2"))), dtype=dtype, workdir=folder)
         async with make(spec, sync="tensors") as running:
             for seed in seeds:
-                oracles = Oracles()  # what one seed measured is of no use to the next
+                bench = Bench()  # what one seed measured is of no use to the next
                 settings = Settings(model=spec.model_path, dtype=dtype, seed=seed)
                 for case in CASES:
                     start = functools.partial(started, case, running)
                     with distances() as found:
-                        report = await check_rollout(start, settings, oracles=oracles)
+                        report = await check_rollout(start, settings, bench=bench)
                     tallies[case.name].add(seed, report, max(found, default=0.0))
                 _write(out, markdown(tallies, seeds[: seeds.index(seed) + 1]))
                 print(

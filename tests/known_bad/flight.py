@@ -125,9 +125,12 @@ class FinishesOnOld(AsyncRollout):
                 self._idle.notify_all()
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await self._drained()
+        await super()._commit(version, digest, plain)
+
+    async def _drained(self) -> None:
         async with self._idle:
             await self._idle.wait_for(lambda: not self._running)
-        await super()._commit(version, digest, plain)
 
 
 class AbortsInFlight(RemovesUnderRequests):

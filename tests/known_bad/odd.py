@@ -16,6 +16,7 @@ from rollproof_reference.check import PlainAdapter
 from rollproof_reference.sync.tensors import TensorSync
 
 from .case import bad
+from .flight import AbortsInFlight, FinishesOnOld, Restarts
 
 if TYPE_CHECKING:
     from .case import Case
@@ -38,6 +39,26 @@ async def _slowly() -> AsyncIterator[None]:
     await asyncio.sleep(0.02)
     yield
     await asyncio.sleep(0.02)
+
+
+class VersionedIds(FinishesOnOld):
+    """Gives each version a new name and id, once nothing runs, and answers nothing before the first."""
+
+    capabilities = FinishesOnOld.capabilities - {Capability.STABLE_ID, Capability.BASE_BEFORE_SYNC} | {
+        Capability.VERSIONED_ID
+    }
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if request.adapter and self.version is None:
+            raise RuntimeError("no adapter yet")
+        return await super().generate(request)
+
+    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await self._drained()
+        await self.engine.remove_lora(self.lora_int_id)
+        self.lora_int_id += 1
+        self.lora_name = f"policy-{self.lora_int_id}"
+        await super()._commit(version, digest, plain)
 
 
 class FewAtATime(AsyncRollout):
@@ -157,6 +178,7 @@ def _odd(rollout: type[AsyncRollout], **options: Any) -> Case:
 
 
 ODD = (
+    *map(_odd, (VersionedIds, FinishesOnOld, Restarts, AbortsInFlight)),
     *map(_odd, (Slow, FewAtATime, TokensOnly, DeclaresNothing, ListsForTuples, Placeholder, UnloadsFirst)),
     *map(_odd, (ClearsTheCache, NoPrefixCache, StopsEarly)),
     _odd(FromMemory, sync=lambda spec: TensorSync()),

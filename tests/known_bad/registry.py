@@ -227,13 +227,7 @@ KNOWN_BAD = (
     *sampling.CASES,
 )
 
-ODD_BUT_RIGHT = (
-    Case("versioned-ids", seed.VersionedIds),
-    Case("finishes-on-old", flight.FinishesOnOld),
-    Case("restarts", flight.Restarts),
-    Case("aborts-in-flight", flight.AbortsInFlight),
-    *odd.ODD,
-)
+ODD_BUT_RIGHT = odd.ODD
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ from rollproof.protocol import Capability, Completion, GenerateRequest, LoadedAd
 from rollproof_reference import AsyncRollout
 from rollproof_reference.sync.disk import DiskSync, write_folder
 
+from .flight import FinishesOnOld
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -30,10 +32,11 @@ class SamplesBase(AsyncRollout):
         return None
 
 
-class RandomId(AsyncRollout):
+class RandomId(FinishesOnOld):
     """Declares one id for life and draws another from the clock at every update (verl#3821)."""
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+        await self._drained()
         await self.engine.remove_lora(self.lora_int_id)
         self.lora_int_id = time.time_ns() % 0x7FFFFFFF
         self.lora_name = str(self.lora_int_id)
@@ -43,7 +46,8 @@ class RandomId(AsyncRollout):
 class KeepsOld(AsyncRollout):
     """Adds each version under a new id and leaves the eight before it loaded (verl#3821)."""
 
-    capabilities = VERSIONED - {Capability.UNLOAD}
+    # A request in flight goes on with its own version, which is still loaded.
+    capabilities = VERSIONED - {Capability.UNLOAD, Capability.CONTINUE_MIXED} | {Capability.FINISH_ON_OLD}
     kept = 8
 
     async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
@@ -75,23 +79,6 @@ class StaleKV(AsyncRollout):
 
     def _cache_salt(self) -> str | None:
         return None
-
-
-class VersionedIds(AsyncRollout):
-    """Right, but otherwise than the reference: a new name and id each time, and no base before sync."""
-
-    capabilities = VERSIONED - {Capability.BASE_BEFORE_SYNC}
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        if request.adapter and self.version is None:
-            raise RuntimeError("no adapter yet")
-        return await super().generate(request)
-
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await self.engine.remove_lora(self.lora_int_id)
-        self.lora_int_id += 1
-        self.lora_name = f"policy-{self.lora_int_id}"
-        await super()._commit(version, digest, plain)
 
 
 class AnswersTooEarly(AsyncRollout):
