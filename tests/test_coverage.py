@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import toy
-from rollproof import Settings, check_rollout
+from rollproof import Outcome, Settings, check_rollout
 from rollproof.cost import parameters, starts, told
 from rollproof.coverage import lines
 from rollproof.models import made_parameters
@@ -57,3 +57,12 @@ async def test_a_report_says_what_was_judged_and_what_would_make_more_applicable
         "not applicable without prefix-cache: CACHE-001, CACHE-003",
     ]
     assert under == f"{model_path}, float32, seed 5"
+
+
+async def test_what_was_blocked_was_not_judged_though_it_was_expected(model_path: Path, tmp_path: Path):
+    known = tmp_path / "known.toml"
+    known.write_text('[SYNC-003]\nreason = "r"\n[SYNC-004]\nreason = "r"\n')
+    settings = Settings(model=str(model_path), only=("SYNC-004",), baseline=str(known))
+    report = await check_rollout(toy.make, settings, fault="forgets")
+    assert report.outcomes(Outcome.EXPECTED_FAIL) == {"SYNC-003", "SYNC-004"}
+    assert lines(report_json(report))[0].startswith(f"2 of the {len(clauses())} clauses")

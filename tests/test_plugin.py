@@ -172,6 +172,7 @@ def test_a_stale_baseline_fails_the_run(tmp_path: Path):
         "SYNC-002 applied (stale-expected-fail): it passes, so its entry in the baseline has to go "
         "(it was broken): " in found.stdout
     )
+    assert "--seed 0 --baseline known.toml --only SYNC-002" in found.stdout
 
 
 def test_no_rollout_is_one_plain_line(tmp_path: Path):

@@ -36,6 +36,8 @@ def test_every_fault_is_whole(fault: Fault):
         ("vLLM 0.25.1", GPU, "CACHE-001", STALE, True),
         ("vLLM 0.32.0+cpu", CPU, "CACHE-001", STALE, True),
         ("vLLM 0.34.0", GPU, "CACHE-001", STALE, False),
+        ("vLLM 0.33.1rc1.dev7+g1a2b3c", GPU, "CACHE-001", STALE, True),
+        ("vLLM 0.34.0rc1", GPU, "CACHE-001", STALE, False),
         ("vLLM unknown", GPU, "CACHE-001", STALE, False),
         ("SGLang 0.32.0", GPU, "CACHE-001", STALE, False),
         ("", GPU, "CACHE-001", STALE, False),

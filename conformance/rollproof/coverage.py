@@ -13,7 +13,7 @@ _JUDGED = (Outcome.PASS, Outcome.FAIL, Outcome.EXPECTED_FAIL, Outcome.STALE_EXPE
 def lines(report: dict[str, Any]) -> list[str]:
     """In a few lines, from the content of report.json."""
     results = report["results"]
-    judged = [result for result in results if result["outcome"] in _JUDGED]
+    judged = [result for result in results if _is_judged(result)]
     updates, completions = (sum(result[name] for result in results) for name in ("updates", "completions"))
     seeds = ", ".join(sorted({str(result["seed"]) for result in results}))
     return [
@@ -25,6 +25,12 @@ def lines(report: dict[str, Any]) -> list[str]:
         ),
         f"{report['model']}, {report['dtype']}, seed {seeds}",
     ]
+
+
+def _is_judged(result: dict[str, Any]) -> bool:
+    """Whether it says anything of the rollout: an expected failure may have been blocked, and asked nothing."""
+    asked = result["updates"] or result["completions"] or result["outcome"] == Outcome.FAIL
+    return bool(asked) and result["outcome"] in _JUDGED
 
 
 def _inapplicable(report: dict[str, Any]) -> dict[str, list[str]]:

@@ -103,7 +103,7 @@ class Runner:
             message=message,
             seconds=round(time.monotonic() - began, 3),
             seed=self._settings.seed,
-            reproduce=self._reproduce(clause),
+            reproduce=self._reproduce(clause, outcome),
             updates=updates,
             completions=completions,
             upstream=fault,
@@ -211,8 +211,10 @@ class Runner:
         if session is not None:
             await session.subject.close()
 
-    def _reproduce(self, clause: Clause) -> str:
+    def _reproduce(self, clause: Clause, outcome: Outcome) -> str:
         options = self._settings.options()
+        if outcome == Outcome.STALE_EXPECTED_FAIL:  # without the baseline it passes
+            options += f" --baseline {shlex.quote(self._settings.baseline)}"
         rollout = shlex.quote(self._target.text)
         return f"pytest --pyargs rollproof.clauses --rollout {rollout}{options} --only {clause.id}"
 

@@ -30,7 +30,8 @@ class Fault:
         """Whether it may be why a clause failed; ``engine`` is a name and a version, as "vLLM 0.32.0"."""
         name, _, version = engine.rpartition(" ")
         try:
-            affected = SpecifierSet(self.versions).contains(Version(version), prereleases=True)
+            # A development build has the faults of the release it leads to.
+            affected = SpecifierSet(self.versions).contains(Version(Version(version).base_version))
         except InvalidVersion:
             return False
         here = not self.device or device.lower().startswith(self.device)
