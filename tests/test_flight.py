@@ -110,6 +110,11 @@ def test_a_request_that_no_update_overtook_has_one_version(oracle: Oracle, adapt
     assert found(oracle, observed(oracle, 1), served=Served((1,), ())) == [1]
 
 
+def test_an_update_that_ran_when_the_request_began_may_come_in_the_middle_of_it(oracle: Oracle):
+    logprobs = observed(oracle, at((2, 9)))
+    assert found(oracle, logprobs, served=Served((1, 2), ()))[-1] == at((2, 9))
+
+
 def test_a_boundary_in_a_long_prompt_is_found(oracle: Oracle):
     prompt = tuple(torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1)).tolist())
     sample = replace(SAMPLE, prompt=prompt)

@@ -51,7 +51,8 @@ def admitted(
     Under continue-mixed, the last is the mix that explains the logprobs best.
     """
     whole: list[Candidate] = list(dict.fromkeys([*served.at_start, *served.later]))
-    if not served.later or declared is None:
+    # An update that still ran when the request began may have come in the middle of it.
+    if len(whole) == 1 or declared is None:
         return whole
     if declared in (Capability.FINISH_ON_OLD, Capability.ABORT_IN_FLIGHT):
         return list(dict.fromkeys(served.at_start))
