@@ -51,6 +51,12 @@ def environment() -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
 
 
+def single() -> dict[str, str]:
+    """One thread each: on models as small as the default, threads only wait for each other."""
+    alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {name: os.environ.get(name, value) for name, value in alone.items()}
+
+
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Judge a rollout: ``nox -s conformance -- --rollout pkg.mod:factory`` (default: the reference)."""
@@ -69,11 +75,9 @@ def conformance(session: nox.Session) -> None:
         given += ["--rollout", DEFAULT]
     if not any(item == "--report" or item.startswith("--report=") for item in given):
         given += ["--report", "rollproof-report"]
+    named = any(item == "--model" or item.startswith("--model=") for item in given)
     try:
-        session.run(
-            *("python", *CLAUSES, "-v", *given),
-            env=environment(),
-        )
+        session.run("python", *CLAUSES, "-v", *given, env=environment() | ({} if named else single()))
     finally:
         session.log(judged)
 
@@ -124,7 +128,7 @@ def families(session: nox.Session) -> None:
                 *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
                 *("-c", os.devnull, "--rootdir", ".", "--noconftest", "-q", "--rollout", DEFAULT),
                 *("--model", model, "--dtype", dtype, "--report", str(folder), *session.posargs),
-                env=environment(),
+                env=environment() | single(),
                 success_codes=range(6),  # the table says how each came out
             )
             rows.append((model, dtype, _verdict(folder / "report.json")))
