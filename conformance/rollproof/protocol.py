@@ -125,15 +125,25 @@ class Adapter:
         return path
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now."""
+        """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now.
+
+        It is the same for what ``save`` wrote: of the config only what isn't PEFT's default counts, and
+        nothing that says merely where the adapter comes from.
+        """
         import torch
 
-        sha = hashlib.sha256(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True).encode())
+        usual, config = type(self.config)().to_dict(), self.config.to_dict()
+        chosen = {k: v for k, v in config.items() if k not in _ORIGIN and v != usual.get(k)}
+        sha = hashlib.sha256(json.dumps(chosen, default=_plain, sort_keys=True).encode())
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
             sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             sha.update(tensor.flatten().view(torch.uint8).numpy().data)
         return sha.hexdigest()
+
+
+_ORIGIN = {"base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"}
+"""What an adapter's config says that changes no output."""
 
 
 def _plain(value: Any) -> Any:
