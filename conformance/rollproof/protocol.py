@@ -124,6 +124,22 @@ class Adapter:
         )
         return path
 
+    @classmethod
+    def load(cls, folder: str | Path, version: int) -> Adapter:
+        """Read a folder as ``save`` or PEFT writes it. Raises FileNotFoundError or ValueError."""
+        from peft import PeftConfig
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not Path(folder, file).is_file():
+                raise FileNotFoundError(f"{folder} has no {file}: it is not a PEFT adapter's folder")
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+            return cls(version, config, load_file(Path(folder, "adapter_model.safetensors")))
+        except (SafetensorError, TypeError, KeyError) as error:
+            raise ValueError(f"no adapter can be read from {folder}: {error}") from error
+
     def digest(self) -> str:
         """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now.
 
