@@ -18,7 +18,7 @@ from rollproof.afterwards import judge_history
 from rollproof.bench import Bench
 from rollproof.candidates import BASE, Candidate, Mixed
 from rollproof.cli import load
-from rollproof.oracle import Oracle, Sample
+from rollproof.oracle import Oracle
 from rollproof.outcome import Result
 from rollproof.protocol import Adapter, Completion, GenerateRequest, RolloutSpec
 from rollproof.reading import HistoryError, read
@@ -93,7 +93,7 @@ class Script:
             first, [request.prompt_token_ids], TOKENS, request.temperature, generator
         )[0]
         if isinstance(version, Mixed):
-            sample = mixed_greedy(self.oracle, version, request)
+            sample = toy.greedy(self.oracle, version, request)
         scores = self.oracle.score(version, [sample])[0]
         return Completion(sample.tokens, tuple(scores.logprobs.tolist()))
 
@@ -108,15 +108,6 @@ class Script:
         for version in self.oracle.versions[1:]:
             self.oracle.forget(version)
         return afterwards(self.folder, self.oracle, **options)
-
-
-def mixed_greedy(oracle: Oracle, mix: Mixed, request: GenerateRequest) -> Sample:
-    """The tokens that a mix decodes greedily, one after the other."""
-    tokens: tuple[int, ...] = ()
-    for _ in range(TOKENS):
-        padded = Sample(request.prompt_token_ids, (*tokens, *[0] * (TOKENS - len(tokens))))
-        tokens = (*tokens, int(oracle.score(mix, [padded])[0].top_ids[len(tokens)]))
-    return Sample(request.prompt_token_ids, tokens, request.temperature)
 
 
 @pytest.fixture

@@ -96,3 +96,12 @@ async def make(spec: RolloutSpec, fault: str = "") -> AsyncIterator[Toy]:
     if fault == "no-start":
         raise RuntimeError("no engine here")
     yield Toy(spec, fault)
+
+
+def greedy(oracle: Oracle, mix: Mixed, request: GenerateRequest) -> Sample:
+    """The tokens that a mix of versions decodes greedily, one after the other."""
+    tokens: tuple[int, ...] = ()
+    for index in range(request.max_tokens):
+        padded = Sample(request.prompt_token_ids, (*tokens, *[0] * (request.max_tokens - index)))
+        tokens = (*tokens, int(oracle.score(mix, [padded])[0].top_ids[index]))
+    return Sample(request.prompt_token_ids, tokens, request.temperature)

@@ -89,7 +89,7 @@ class Recorded:
         self._oracle = oracle
         self._longest = min(LONGEST, longest)
         self._seed = seed
-        ordered = sorted(dict.fromkeys(prompts), key=len, reverse=True)
+        ordered = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
         top, rest = ordered[:_ROWS], ordered[_ROWS:]
         order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[:_ROWS]
         both = [*top, *(rest[index] for index in order.tolist())]
