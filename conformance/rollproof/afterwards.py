@@ -18,7 +18,7 @@ from .claims import UNSAID, Claim, aborted, claims, lost, refused_before, servin
 from .history import Exchange, History, Update
 from .judge import POWER, Tolerance
 from .oracle import Oracle, Sample
-from .outcome import UNSHOWN, FailureError, Outcome, Result, Witness, about
+from .outcome import FailureError, Outcome, Result, Witness, about
 from .protocol import Adapter, Capability
 from .reading import HistoryError
 from .spec import clauses
@@ -59,17 +59,18 @@ def judge_history(
         for claim in claims(history):
             judging.weigh(claim, found[claim.clause])
     results: list[Result] = []
-    unshown: set[str] = set()
+    failed: set[str] = set()
     for clause in clauses():
         if clause.id not in found:
             continue
         mine = found[clause.id]
-        if missing := sorted(unshown.intersection(clause.requires)):
+        # Only a failure blocks: what was judged stays true where another clause had too little to go by.
+        if missing := sorted(failed.intersection(clause.requires)):
             outcome, message = Outcome.BLOCKED, f"requires {', '.join(missing)}, which did not pass"
         else:
             outcome, message = judging.outcome(clause.id, mine)
-        if outcome in UNSHOWN:
-            unshown.add(clause.id)
+        if outcome in (Outcome.FAIL, Outcome.BLOCKED):
+            failed.add(clause.id)
         results.append(
             Result(
                 clause=clause.id,
@@ -96,6 +97,7 @@ class _Found:
     used: float = 0.0
     """The largest distance from the right version, in parts of what is allowed."""
 
+    claims: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     witness: tuple[Witness, ...] = ()
     weak: list[str] = field(default_factory=list)
@@ -156,6 +158,7 @@ class _Judging:
         except FailureError as failure:
             found.failures.append(str(failure))
             found.witness = found.witness or failure.witness
+        found.claims.append(claim.what)
         found.judged += len(chosen)
         found.telling += telling
         if telling >= min(LEAST, len(chosen)):
@@ -195,7 +198,7 @@ class _Judging:
             more = f"; {len(found.weak) - 1} more claims are" if len(found.weak) > 1 else ""
             return Outcome.ERROR, f"underpowered: {found.weak[0]}{more}{shown}"
         return Outcome.PASS, (
-            f"{_some(found.shown or found.weak)}: {found.judged} of {found.recorded} completions judged, "
+            f"{_some(found.claims)}: {found.judged} of {found.recorded} completions judged, "
             f"each within {found.used:.2f} of what is allowed; {found.telling} are shown to be no other "
             "candidate's"
         )
