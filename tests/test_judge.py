@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -128,3 +129,54 @@ def test_a_tolerance_covers_the_noise_it_comes_from(values: list[float]):
     assert tolerance.token >= max(FLOOR, MARGIN * noise.abs().max().item()) * (1 - 1e-6)
     assert tolerance.completion >= FLOOR
     assert tolerance.samples == len(values)
+
+
+@given(seed=st.integers(0, 2**32), token=st.integers(0, TOKENS - 1), off=st.floats(2e-3, 1.0))
+def test_the_witness_is_the_token_that_is_off(seed: int, token: int, off: float):
+    items = [scene(seed), scene(seed + 1)]
+    assert items[1].observed is not None
+    items[1].observed[token] += off
+    assert judge(items, TIGHT).witness == ((1, token),)
+
+
+def test_the_witness_is_the_token_by_which_the_rest_no_longer_matters():
+    """Each token is within its own bound; half of the completion's allowance is spent on each of two."""
+    wide = Tolerance(completion=1e-3, token=1.0, noise=1e-4, samples=1000)
+    item = scene(0)
+    assert item.observed is not None
+    item.observed[[3, 9, 12]] += 0.8e-3 * math.sqrt(TOKENS)
+    assert judge([item], wide).witness == ((0, 9),)
+
+
+def test_the_witness_is_the_shortest_of_those_that_fail():
+    items = [scene(seed) for seed in range(3)]
+    for item, token in zip(items, (9, 4, 7), strict=True):
+        assert item.observed is not None
+        item.observed[token] += 1.0
+    verdict = judge(items, TIGHT)
+    assert verdict.failure.startswith("completion 1 of 3")
+    assert verdict.witness == ((1, 4),)
+
+
+@pytest.mark.parametrize("served", [BASE, 1])
+def test_the_witness_of_greedy_tokens_is_the_first_wrong_one(served: int):
+    item = scene(0, served=served)
+    right = Scored(item.tokens, 0.0, None, [2], item.scores)
+    wrong = int((right.scores[2].top_ids != torch.tensor(item.tokens)).nonzero()[0])
+    assert judge([right], TIGHT).witness == ((0, wrong),)
+
+
+def test_the_witness_of_surprising_tokens_is_the_fewest_completions_that_surprise():
+    """Any fewer of them would pass, alone or together."""
+    served = [2, 1, 2, 1, 1, 2, 1, 2]
+    items = [
+        Scored(item.tokens, item.temperature, None, item.admitted, item.scores)
+        for item in (scene(seed, 1.0, served=version) for seed, version in enumerate(served))
+    ]
+    verdict = judge(items, TIGHT)
+    chosen = [index for index, _ in verdict.witness]
+    assert {served[index] for index in chosen} == {1}
+    assert all(token is None for _, token in verdict.witness)
+    assert judge([items[index] for index in chosen], TIGHT).failure
+    for few in itertools.combinations(items, len(chosen) - 1):
+        assert not judge(few, TIGHT).failure

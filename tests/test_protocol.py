@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file
 
 from conftest import MakeAdapter
 from rollproof.oracle import Oracle, Sample
+from rollproof.protocol import Adapter
 
 SAMPLE = Sample(tuple(range(30)), tuple(range(40, 48)))
 
@@ -41,3 +44,20 @@ def test_the_digest_tells_any_change(adapter: MakeAdapter):
     before = mine.digest()
     mine.tensors[name].view(-1)[3] += 1  # the digest is of the tensors as they are now
     assert mine.digest() != before
+
+
+def test_the_digest_is_that_of_what_was_saved(tmp_path: Path, adapter: MakeAdapter):
+    mine = adapter(1, rank=4, rank_pattern={"q_proj": 7}, use_rslora=True)
+    mine.save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    # As another version of PEFT, on another machine, would have written it.
+    config = json.loads(file.read_text()) | {
+        "peft_version": "0.17.0",
+        "base_model_name_or_path": "/elsewhere",
+    }
+    file.write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert Adapter(1, PeftConfig.from_pretrained(str(tmp_path)), tensors).digest() == mine.digest()
+    config["use_rslora"] = False
+    file.write_text(json.dumps(config))
+    assert Adapter(1, PeftConfig.from_pretrained(str(tmp_path)), tensors).digest() != mine.digest()

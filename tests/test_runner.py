@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 import toy
 from rollproof import FactoryError, Outcome, Settings, check_rollout
-from rollproof.outcome import FailureError, about
+from rollproof.outcome import FailureError, Witness, about
+from rollproof.report import report_json, schema
 from rollproof.settings import SettingsError
 from rollproof.spec import UnknownClauseError, clauses, markdown, select, written
 
@@ -94,6 +97,19 @@ async def test_an_update_that_is_lost_is_attributed_to_the_version_that_serves()
     assert "these logprobs are those of version" in message
 
 
+async def test_a_failure_has_a_witness_in_the_history(tmp_path: Path):
+    report = await check_rollout(toy.make, CHEAP, tmp_path, fault="forgets")
+    result = next(result for result in report.results if result.clause == "SYNC-003")
+    (witness,) = result.witness
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["tick"] == witness["ended"]]
+    assert (line["event"], line["started"]) == ("request ended", witness["started"])
+    assert witness["token"] in range(3)  # versions this unlike can't share many tokens
+    assert f"off for good from token {witness['token']} on, request {witness['started']}" in result.message
+    jsonschema.validate(report_json(report), schema())
+    assert not report.results[0].witness
+
+
 async def test_declared_and_absent_fails():
     outcome, message = (await outcomes("no-logprobs"))["SYNC-002"]
     assert (outcome, "declares logprobs" in message) == (Outcome.FAIL, True)
@@ -119,8 +135,9 @@ def test_what_is_put_before_a_failure_leaves_it_as_fatal_as_it_was():
             pytest.raises(FailureError, match="^on q_proj alone: it hangs$") as told,
             about("on q_proj alone"),
         ):
-            raise FailureError("it hangs", fatal=fatal)
+            raise FailureError("it hangs", fatal=fatal, witness=[Witness(1, 2, 3, 4)])
         assert told.value.fatal == fatal
+        assert told.value.witness == (Witness(1, 2, 3, 4),)
 
 
 async def test_a_rollout_that_does_not_start_fails():

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from rollproof.candidates import BASE
+from rollproof.candidates import BASE, Mixed
 from rollproof.oracle import Oracle, Sample
 from rollproof.protocol import (
     Adapter,
@@ -32,11 +32,17 @@ class Toy:
         self.fault = fault
         self._model = Oracle(spec.model_path, getattr(torch, spec.dtype))
         self._version = BASE
+        self._seen: dict[tuple[int, ...], int] = {}
+        if fault == "stale":
+            self.capabilities |= {Capability.PREFIX_CACHE}
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if self.fault == "dies" and self._version:
             raise RuntimeError("the engine\ndied")
+        await asyncio.sleep(0)  # so that requests run side by side
         version = self._version if request.adapter and self.fault != "base" else BASE
+        if self.fault == "everywhere":
+            version = self._version
         generator = torch.Generator().manual_seed(request.seed or 0)
         prompts = [request.prompt_token_ids]
         args = (prompts, request.max_tokens, request.temperature, generator)
@@ -44,8 +50,20 @@ class Toy:
         # Logprobs of the right model beside tokens of another: recomputed elsewhere.
         claimed = self._version if request.adapter else BASE
         scores = self._model.score(claimed if self.fault == "base" else version, [sample])[0]
+        if self.fault == "stale" and request.adapter:
+            return self._on_stale_kv(sample, scores.logprobs)
         logprobs = None if self.fault == "no-logprobs" else tuple(scores.logprobs.tolist())
         return Completion(sample.tokens, logprobs)
+
+    def _on_stale_kv(self, sample: Sample, logprobs: torch.Tensor) -> Completion:
+        """As a prefix cache that no update empties would have it."""
+        first = self._seen.setdefault(sample.prompt, -1)
+        self._seen[sample.prompt] = self._version if first < 0 else first
+        hit = 0 if first < 0 else len(sample.prompt) // 2
+        if hit and first != self._version:
+            stale = Mixed(((first, 0), (self._version, hit)))
+            logprobs = self._model.score(stale, [sample])[0].logprobs
+        return Completion(sample.tokens, tuple(logprobs.tolist()), num_cached_tokens=hit)
 
     async def update_adapter(self, adapter: Adapter) -> None:
         if adapter.config.r > self.spec.max_lora_rank:
@@ -78,3 +96,12 @@ async def make(spec: RolloutSpec, fault: str = "") -> AsyncIterator[Toy]:
     if fault == "no-start":
         raise RuntimeError("no engine here")
     yield Toy(spec, fault)
+
+
+def greedy(oracle: Oracle, mix: Mixed, request: GenerateRequest) -> Sample:
+    """The tokens that a mix of versions decodes greedily, one after the other."""
+    tokens: tuple[int, ...] = ()
+    for index in range(request.max_tokens):
+        padded = Sample(request.prompt_token_ids, (*tokens, *[0] * (request.max_tokens - index)))
+        tokens = (*tokens, int(oracle.score(mix, [padded])[0].top_ids[index]))
+    return Sample(request.prompt_token_ids, tokens, request.temperature)

@@ -5,7 +5,7 @@ The rollout under test has no part in it, so a broken one can't widen its own to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,9 @@ ENOUGH = 2 * POWER
 """The first strength this many tolerances apart is taken; where none is, the best."""
 
 _ROWS = 8
+
+LONGEST = 64
+"""Noise on recorded prompts is measured over so many tokens at most."""
 
 
 Size = tuple[int, int]
@@ -59,7 +62,7 @@ class Calibration:
     def _own(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         generator = torch.Generator().manual_seed(self._seed)
         self.oracle.add(adapter)
-        samples = _complete(self.oracle, adapter.version, *size, generator)
+        samples = _fresh(self.oracle, adapter.version, *size, generator)
         tolerance = Tolerance.from_noise(self.oracle.noise(adapter.version, samples))
         effect = min(_apart(self.oracle, adapter.version, BASE, samples))
         self.oracle.forget(adapter.version)
@@ -73,6 +76,37 @@ class Calibration:
         if (strength, size) not in self._measured:
             self._measured[strength, size] = trial(self.oracle, strength, *size, self._seed)
         return self._measured[strength, size]
+
+
+class Recorded:
+    """Tolerances for completions of recorded prompts, by what the oracle itself makes of those.
+
+    Of the ``prompts`` some are chosen by the seed: half of them the longest, whose noise is largest. The
+    oracle completes them with up to ``longest`` tokens; the recorded tokens have no part in it.
+    """
+
+    def __init__(self, oracle: Oracle, prompts: Sequence[tuple[int, ...]], longest: int, seed: int) -> None:
+        self._oracle = oracle
+        self._longest = min(LONGEST, longest)
+        self._seed = seed
+        ordered = sorted(set(prompts), key=lambda prompt: (-len(prompt), prompt))
+        top, rest = ordered[:_ROWS], ordered[_ROWS:]
+        order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[:_ROWS]
+        both = [*top, *(rest[index] for index in order.tolist())]
+        self._prompts = both[::2] + both[1::2]  # some of either in the half that is completed greedily
+        self._noise: dict[str, list[torch.Tensor]] = {}
+
+    def tolerance(self, versions: Mapping[int, str], n_tokens: int) -> Tolerance:
+        """What is allowed where any of these versions, each with its digest, gave so many tokens or more."""
+        errors = []
+        for version, digest in versions.items():
+            if digest not in self._noise:
+                generator = torch.Generator().manual_seed(self._seed)
+                samples = complete(self._oracle, version, self._prompts, self._longest, generator)
+                self._noise[digest] = self._oracle.noise(version, samples)
+            errors += self._noise[digest]
+        size = min(n_tokens, self._longest)
+        return Tolerance.from_noise([error.unfold(-1, size, size).reshape(-1, size) for error in errors])
 
 
 def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int) -> tuple[Tolerance, float]:
@@ -89,7 +123,7 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     errors: list[torch.Tensor] = []
     apart: list[float] = []
     for version in trials:
-        samples = _complete(oracle, version, length, n_tokens, generator)
+        samples = _fresh(oracle, version, length, n_tokens, generator)
         errors += oracle.noise(version, samples)
         for other in (v for v in trials if v != version):
             apart += _apart(oracle, version, other, samples)
@@ -98,16 +132,28 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     return Tolerance.from_noise(errors), min(apart)
 
 
-def _complete(
+def _fresh(
     oracle: Oracle, version: int, length: int, n_tokens: int, generator: torch.Generator
 ) -> list[Sample]:
-    """What a version itself makes of random prompts, greedy and sampled."""
     ids = torch.randint(0, oracle.vocab_size, (2 * _ROWS, length), generator=generator)
-    prompts = [tuple(row) for row in ids.tolist()]
-    return [
-        *oracle.sample(version, prompts[:_ROWS], n_tokens, 0.0, generator),
-        *oracle.sample(version, prompts[_ROWS:], n_tokens, 1.0, generator),
-    ]
+    return complete(oracle, version, [tuple(row) for row in ids.tolist()], n_tokens, generator)
+
+
+def complete(
+    oracle: Oracle,
+    version: int,
+    prompts: Sequence[tuple[int, ...]],
+    n_tokens: int,
+    generator: torch.Generator,
+) -> list[Sample]:
+    """What a version itself makes of prompts: of the first half greedily, of the others sampled."""
+    samples = []
+    half = (len(prompts) + 1) // 2
+    for temperature, some in ((0.0, prompts[:half]), (1.0, prompts[half:])):
+        for length in dict.fromkeys(map(len, some)):  # one batch takes prompts of one length
+            batch = [prompt for prompt in some if len(prompt) == length]
+            samples += oracle.sample(version, batch, n_tokens, temperature, generator)
+    return samples
 
 
 def _apart(oracle: Oracle, one: int, two: int, samples: list[Sample]) -> list[float]:

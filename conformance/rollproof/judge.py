@@ -97,12 +97,20 @@ class Scored:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``failure`` is empty for a pass. ``distance`` is the largest from the right version, and
-    ``power`` how many tolerances the nearest wrong version is away, at the least."""
+    """``failure`` is empty for a pass. ``distance`` is the largest from the right version in nats, and
+    ``powers`` say for each completion how many tolerances each wrong candidate is away. ``witness`` is the
+    least that shows the failure: completions by index, and the token by which each can't match any more;
+    None where it takes a completion's tokens together."""
 
     failure: str
     distance: float
-    power: float
+    powers: tuple[Mapping[Candidate, float], ...]
+    witness: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def power(self) -> float:
+        """How many tolerances the nearest wrong candidate is away, at the least."""
+        return min((min(powers.values(), default=math.inf) for powers in self.powers), default=0.0)
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:
@@ -112,18 +120,22 @@ def rms(values: torch.Tensor) -> torch.Tensor:
 
 def judge(scored: Sequence[Scored], tolerance: Tolerance) -> Verdict:
     """Judge the completions of one claim together."""
-    failures = []
+    failures, seen = [], list[tuple[int, int | None]]()
     for index, item in enumerate(scored):
         told = _logprob_failure(item, tolerance) or _greedy_failure(item, tolerance)
         if told:
             failures.append(f"completion {index + 1} of {len(scored)}: {told}")
+            seen.append((index, _first_off(item, tolerance)))
+    witness = [min(seen, key=lambda pair: pair[1] or 0)] if seen else []
     if not failures and (told := _surprise_failure(scored)):
         failures.append(told)
+        witness = [(index, None) for index in _most_surprising(scored)]
     more = f" ({len(failures) - 1} more completions fail too)" if len(failures) > 1 else ""
     return Verdict(
         failure=failures[0] + more if failures else "",
         distance=max((_distance(i, i.fitting) for i in scored if i.fitting is not None), default=0.0),
-        power=min((_separation(item) for item in scored), default=0.0) / tolerance.completion,
+        powers=tuple(_powers(item, tolerance) for item in scored),
+        witness=tuple(witness),
     )
 
 
@@ -133,11 +145,14 @@ def _distance(item: Scored, version: Candidate) -> float:
     return rms(item.observed - item.scores[version].logprobs).item()
 
 
-def _separation(item: Scored) -> float:
-    """How far the nearest version that was not admitted is from the expected one, on these tokens."""
+def _powers(item: Scored, tolerance: Tolerance) -> dict[Candidate, float]:
+    """How many tolerances each candidate that was not admitted is from the expected one, on these tokens."""
     expected = item.scores[item.expected].logprobs
-    others = [s.logprobs for version, s in item.scores.items() if version not in item.admitted]
-    return min((rms(expected - other).item() for other in others), default=math.inf)
+    return {
+        other: rms(expected - scores.logprobs).item() / tolerance.completion
+        for other, scores in item.scores.items()
+        if other not in item.admitted
+    }
 
 
 def _logprob_failure(item: Scored, tolerance: Tolerance) -> str:
@@ -188,10 +203,29 @@ def _greedy_failure(item: Scored, tolerance: Tolerance) -> str:
     )
 
 
+def _first_off(item: Scored, tolerance: Tolerance) -> int:
+    """The first token by which a failing completion matches no admitted candidate, whatever follows it."""
+
+    def first(wrong: torch.Tensor) -> int:
+        found = wrong.nonzero()
+        return int(found[0]) if len(found) else len(wrong)
+
+    by_logprobs, by_tokens = [], []
+    for candidate in item.admitted:
+        scores = item.scores[candidate]
+        by_tokens.append(first(scores.top - scores.logprobs > 2 * tolerance.token))
+        if item.observed is not None:
+            off = (item.observed - scores.logprobs).double()
+            spent = (off.pow(2).cumsum(0) / len(off)).sqrt() > tolerance.completion
+            by_logprobs.append(first(~off.isfinite() | (off.abs() > tolerance.token) | spent))
+    ends = [max(by_logprobs)] if by_logprobs else []
+    ends += [max(by_tokens)] if item.temperature == 0 else []
+    return min(min(ends), len(item.tokens) - 1)
+
+
 def _surprise_failure(scored: Sequence[Scored]) -> str:
     """Sampled tokens, all of a claim together, against the distribution they claim to come from."""
-    items = [(item, fit) for item in scored if (fit := item.fitting) is not None]
-    items = [(item, fit) for item, fit in items if item.scores[fit].surprise is not None]
+    items = [(scored[index], fit) for index, fit in _sampled(scored)]
     if not items:
         return ""
     bound = surprise_log_bound([item.scores[fit] for item, fit in items])
@@ -210,6 +244,28 @@ def _surprise_failure(scored: Sequence[Scored]) -> str:
     )
 
 
+def _sampled(scored: Sequence[Scored]) -> list[tuple[int, Candidate]]:
+    """The sampled completions by index, each with the candidate that its surprise is taken under."""
+    fits = ((index, item.fitting) for index, item in enumerate(scored))
+    return [(i, fit) for i, fit in fits if fit is not None and scored[i].scores[fit].surprise is not None]
+
+
+def _most_surprising(scored: Sequence[Scored]) -> list[int]:
+    """The fewest completions whose surprises alone are still beyond the bound.
+
+    For each lambda these are the ones that add most to the exponent; the best lambda needs the fewest.
+    """
+    items = _sampled(scored)
+    exponents = torch.stack(
+        [_exponents([scored[index].scores[fit]]) for index, fit in items]
+    )  # [completions, lambdas]
+    added, order = exponents.sort(0)
+    beyond = added.cumsum(0) + math.log(len(LAMBDAS)) < math.log(ERROR_RATE)
+    counts = torch.where(beyond.any(0), beyond.double().argmax(0), len(items))
+    best = int(counts.argmin())
+    return sorted(items[row][0] for row in order[: int(counts[best]) + 1, best].tolist())
+
+
 def surprise_log_bound(scores: Sequence[Scores]) -> float:
     """Log of a bound on the probability of sampled tokens at least this surprising, or this dull.
 
@@ -218,9 +274,13 @@ def surprise_log_bound(scores: Sequence[Scores]) -> float:
     sum log_mgf(lambda) - lambda x), and the same below with negative lambda; the best of the
     LAMBDAS costs a factor of their number. No normal approximation, and never above log 1.
     """
+    return min(0.0, math.log(len(LAMBDAS)) + float(_exponents(scores).min()))
+
+
+def _exponents(scores: Sequence[Scores]) -> torch.Tensor:
     x = torch.cat([s.surprise for s in scores if s.surprise is not None]).double().sum()
     log_mgf = torch.cat([s.log_mgf for s in scores if s.log_mgf is not None]).double().sum(0)
-    return min(0.0, math.log(len(LAMBDAS)) + float((log_mgf - LAMBDAS.double() * x).min()))
+    return log_mgf - LAMBDAS.double() * x
 
 
 _COUNT_LAMBDAS = torch.tensor([-16.0, -4.0, -2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0, 4.0]).double()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -38,7 +38,8 @@ UNSHOWN = frozenset({Outcome.FAIL, Outcome.ERROR, Outcome.BLOCKED, Outcome.EXPEC
 class Result:
     """One clause's outcome. ``reproduce`` is a command line; ``seconds`` is wall-clock time; ``updates``
     and ``completions`` are how many the rollout was asked for and answered; ``upstream`` is a known fault
-    of its engine that may be why the clause failed."""
+    of its engine that may be why the clause failed. ``witness`` is the least that shows a failure, each
+    completion as a ``Witness`` in plain JSON values."""
 
     clause: str
     level: str
@@ -50,18 +51,37 @@ class Result:
     updates: int = 0
     completions: int = 0
     upstream: str = ""
+    witness: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""
         return asdict(self)
 
 
-class FailureError(Exception):
-    """The rollout breaks the clause. ``fatal`` when it can't be used any further."""
+@dataclass(frozen=True)
+class Witness:
+    """A completion that shows a failure, and the first token by which it does, counted from 0.
 
-    def __init__(self, message: str, *, fatal: bool = False) -> None:
+    ``life`` says which rollout of history.jsonl it is from, counted from 1; ``started`` and ``ended``
+    are its places there (their ``tick``). ``token`` is None where it takes all of its tokens.
+    """
+
+    life: int
+    started: int
+    ended: int
+    token: int | None
+
+
+class FailureError(Exception):
+    """The rollout breaks the clause. ``fatal`` when it can't be used any further.
+
+    ``witness`` is the fewest completions that show it; empty where it was no completion that did.
+    """
+
+    def __init__(self, message: str, *, fatal: bool = False, witness: Sequence[Witness] = ()) -> None:
         super().__init__(message)
         self.fatal = fatal
+        self.witness = tuple(witness)
 
 
 @contextmanager
@@ -70,7 +90,7 @@ def about(what: str) -> Iterator[None]:
     try:
         yield
     except FailureError as failure:
-        raise FailureError(f"{what}: {failure}", fatal=failure.fatal) from failure
+        raise FailureError(f"{what}: {failure}", fatal=failure.fatal, witness=failure.witness) from failure
 
 
 class RaisedError(FailureError):

@@ -124,16 +124,42 @@ class Adapter:
         )
         return path
 
+    @classmethod
+    def load(cls, folder: str | Path, version: int) -> Adapter:
+        """Read a folder as ``save`` or PEFT writes it. Raises FileNotFoundError or ValueError."""
+        from peft import PeftConfig
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not Path(folder, file).is_file():
+                raise FileNotFoundError(f"{folder} has no {file}: it is not a PEFT adapter's folder")
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+            return cls(version, config, load_file(Path(folder, "adapter_model.safetensors")))
+        except (SafetensorError, TypeError, KeyError) as error:
+            raise ValueError(f"no adapter can be read from {folder}: {error}") from error
+
     def digest(self) -> str:
-        """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now."""
+        """SHA-256 (hex) of the config and every tensor's name, dtype, shape and bytes, as they are now.
+
+        It is the same for what ``save`` wrote: of the config only what isn't PEFT's default counts, and
+        nothing that says merely where the adapter comes from.
+        """
         import torch
 
-        sha = hashlib.sha256(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True).encode())
+        usual, config = type(self.config)().to_dict(), self.config.to_dict()
+        chosen = {k: v for k, v in config.items() if k not in _ORIGIN and v != usual.get(k)}
+        sha = hashlib.sha256(json.dumps(chosen, default=_plain, sort_keys=True).encode())
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
             sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             sha.update(tensor.flatten().view(torch.uint8).numpy().data)
         return sha.hexdigest()
+
+
+_ORIGIN = {"base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"}
+"""What an adapter's config says that changes no output."""
 
 
 def _plain(value: Any) -> Any:

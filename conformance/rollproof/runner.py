@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,20 @@ import torch
 from . import __version__, baseline, upstream
 from .bench import Bench
 from .factory import Target, load
+from .flight import policy
 from .history import History
 from .models import make_model
 from .oracle import ModelError
-from .outcome import RED, UNSHOWN, FailureError, NotApplicableError, Outcome, Result, UnderpoweredError
+from .outcome import (
+    RED,
+    UNSHOWN,
+    FailureError,
+    NotApplicableError,
+    Outcome,
+    Result,
+    UnderpoweredError,
+    Witness,
+)
 from .protocol import RolloutFactory, RolloutSpec
 from .session import Session
 from .settings import MADE, Settings
@@ -84,11 +94,11 @@ class Runner:
     async def run(self, clause: Clause) -> Result:
         """Run one clause; never raises for what the rollout does."""
         began, before = time.monotonic(), self._calls()
-        expected, fault = self._baseline.get(clause.id), ""
+        expected, fault, witness = self._baseline.get(clause.id), "", tuple[Witness, ...]()
         if expected is not None and not expected.run:
             outcome, message = Outcome.DISABLED, expected.reason
         else:
-            outcome, message = await self._outcome(clause)
+            outcome, message, witness = await self._outcome(clause)
             if outcome == Outcome.FAIL:
                 engine = self.report.details.get("engine", "")
                 if fault := upstream.known(engine, self.report.device, clause.id, message):
@@ -107,6 +117,7 @@ class Runner:
             updates=updates,
             completions=completions,
             upstream=fault,
+            witness=[asdict(item) for item in witness],
         )
         self.report.results.append(result)
         return result
@@ -122,7 +133,20 @@ class Runner:
                 self._stream.close()
             self._scratch.cleanup()
 
-    async def _outcome(self, clause: Clause) -> tuple[Outcome, str]:
+    async def _outcome(self, clause: Clause) -> tuple[Outcome, str, tuple[Witness, ...]]:
+        try:
+            return *await self._judged(clause), ()
+        except FailureError as failure:
+            message = str(failure)
+            if failure.fatal:
+                # The clause that broke the rollout is blamed; those after it get a fresh one.
+                try:
+                    await self._end()
+                except FailureError as second:
+                    message = f"{failure}; then {second}"
+            return Outcome.FAIL, message, failure.witness
+
+    async def _judged(self, clause: Clause) -> tuple[Outcome, str]:
         unshown = self.report.outcomes(*UNSHOWN)
         if missing := [clause_id for clause_id in clause.requires if clause_id in unshown]:
             return Outcome.BLOCKED, f"requires {', '.join(missing)}, which did not pass"
@@ -136,21 +160,12 @@ class Runner:
                 return Outcome.NOT_APPLICABLE, f"requires {', '.join(sorted(absent))}, which isn't applicable"
             session.reseed(self._settings.seed, clause.id)
             return Outcome.PASS, await clause.function()(session)
+        except FailureError:
+            raise
         except NotApplicableError as reason:
             return Outcome.NOT_APPLICABLE, str(reason)
-        except UnderpoweredError as reason:
+        except (UnderpoweredError, ModelError) as reason:
             return Outcome.ERROR, str(reason)
-        except FailureError as failure:
-            if not failure.fatal:
-                return Outcome.FAIL, str(failure)
-            # The clause that broke the rollout is blamed; those after it get a fresh one.
-            try:
-                await self._end()
-            except FailureError as second:
-                return Outcome.FAIL, f"{failure}; then {second}"
-            return Outcome.FAIL, str(failure)
-        except ModelError as error:
-            return Outcome.ERROR, str(error)
         except Exception as error:
             return Outcome.ERROR, f"the kit broke: {told(error)}\n{traceback.format_exc()}"
 
@@ -172,9 +187,7 @@ class Runner:
             seed=settings.seed,
             workdir=self._scratch.name,
         )
-        history = History(stream=self._stream)
-        self._histories.append(history)
-        history.note("rollout started", rollout=self._target.text, model=spec.model_path)
+        history = History(life=len(self._histories) + 1, stream=self._stream)
         subject = Subject(self._target.start, spec, history, Deadlines(settings.deadline_scale))
         device = settings.oracle_device
         self._bench.oracle(
@@ -185,6 +198,14 @@ class Runner:
             self.report.dtype = subject.spec.dtype
             self.report.details = subject.details
             self.report.capabilities = sorted(map(str, subject.capabilities))
+            self._histories.append(history)
+            history.begin(
+                subject.spec.dtype,
+                policy(subject.capabilities),
+                capabilities=self.report.capabilities,
+                rollout=self._target.text,
+                model=spec.model_path,
+            )
             calibration = self._bench.calibration(subject.spec, device, settings.seed)
             return Session(subject, calibration.oracle, calibration)
         except BaseException:
@@ -210,6 +231,7 @@ class Runner:
         session, self._session = self._session, None
         if session is not None:
             await session.subject.close()
+            session.subject.history.close()
 
     def _reproduce(self, clause: Clause, outcome: Outcome) -> str:
         options = self._settings.options()

@@ -97,9 +97,9 @@ class Subject:
 
     async def generate(self, request: GenerateRequest) -> Exchange:
         """One completion."""
-        started = self.history.request_started(request)
-        completion = await self._within("generate", lambda: self._running.generate(request))
-        self._check_form(request, completion)
+        with self.history.asking(request) as started:
+            completion = await self._within("generate", lambda: self._running.generate(request))
+            self._check_form(request, completion)
         return self.history.request_ended(request, started, completion)
 
     async def update(self, adapter: Adapter) -> Exception | None:
@@ -125,13 +125,13 @@ class Subject:
     async def generate_n(self, request: GenerateRequest, n: int) -> list[Exchange]:
         """Several completions of one prompt."""
         method = self._method(Capability.SAMPLES, "generate_n")
-        started = self.history.request_started(request, samples=n)
-        found = await self._within("generate", lambda: method(request, n))
-        if not isinstance(found, list | tuple) or len(found) != n:
-            count = f"{len(found)} completions" if isinstance(found, list | tuple) else repr(type(found))
-            raise FailureError(f"generate_n returned {count} for n={n}")
-        for completion in found:
-            self._check_form(request, completion)
+        with self.history.asking(request, samples=n) as started:
+            found = await self._within("generate", lambda: method(request, n))
+            if not isinstance(found, list | tuple) or len(found) != n:
+                count = f"{len(found)} completions" if isinstance(found, list | tuple) else repr(type(found))
+                raise FailureError(f"generate_n returned {count} for n={n}")
+            for completion in found:
+                self._check_form(request, completion)
         return [self.history.request_ended(request, started, completion) for completion in found]
 
     async def prompt_logprobs(self, request: GenerateRequest) -> tuple[float, ...]:

@@ -6,21 +6,33 @@ Works from the record alone, so that a history can be judged where no rollout ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from .calibrate import Calibration
-from .candidates import BASE, Candidate
+from .candidates import BASE, Candidate, Mixed
 from .flight import admitted
 from .history import Exchange, History, Served
-from .judge import POWER, Scored, Tolerance, judge
+from .judge import POWER, Scored, Tolerance, Verdict, judge, rms
 from .oracle import Oracle, Sample, Scores
-from .outcome import FailureError, UnderpoweredError
+from .outcome import FailureError, UnderpoweredError, Witness
 from .protocol import Capability
 
 RIVALS = 4
 """How many of the latest other versions a claim is set against, beside the base model. A failure is
 matched against all of them."""
+
+
+SIDE = 8
+"""A mix is shown by a completion with so many tokens on either side of the update."""
+
+
+class Tolerances(Protocol):
+    """Where the tolerance for a size of completion comes from: prompt tokens, and completion tokens."""
+
+    def tolerance(self, size: tuple[int, int]) -> Tolerance:
+        """What is allowed for completions of this size."""
+        ...
 
 
 class Verifier:
@@ -30,7 +42,7 @@ class Verifier:
     """
 
     def __init__(
-        self, oracle: Oracle, calibration: Calibration, history: History, in_flight: Capability | None
+        self, oracle: Oracle, calibration: Tolerances, history: History, in_flight: Capability | None
     ) -> None:
         self.oracle = oracle
         self.calibration = calibration
@@ -54,13 +66,7 @@ class Verifier:
         self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()
     ) -> tuple[str, list[Scored]]:
         """As ``verify``, and the scores it came from."""
-        tolerance = self.tolerance(exchanges)
-        latest = self.oracle.distinct[1:][-RIVALS - 1 :]
-        scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
-        verdict = judge(scored, tolerance)
-        if verdict.failure:
-            every = [*self.oracle.distinct, *wrong]
-            raise FailureError(judge(self.scored(exchanges, tolerance, every), tolerance).failure)
+        verdict, scored, tolerance = self.weighed(exchanges, wrong)
         told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
         if verdict.power < POWER:
             raise UnderpoweredError(
@@ -69,6 +75,54 @@ class Verifier:
             )
         fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
         return f"{len(exchanges)} completions {fit}; {told}", scored
+
+    def weighed(
+        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()
+    ) -> tuple[Verdict, list[Scored], Tolerance]:
+        """As ``judged``, whatever the power. Raises FailureError."""
+        tolerance = self.tolerance(exchanges)
+        latest = self.oracle.distinct[1:][-RIVALS - 1 :]
+        scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
+        verdict = judge(scored, tolerance)
+        if verdict.failure:
+            every = [*self.oracle.distinct, *wrong]
+            verdict = judge(self.scored(exchanges, tolerance, every), tolerance)
+            raise self._failure(exchanges, verdict)
+        return verdict, scored, tolerance
+
+    def _failure(self, exchanges: Sequence[Exchange], verdict: Verdict) -> FailureError:
+        seen = [(exchanges[index], token) for index, token in verdict.witness]
+        witness = [Witness(self.history.life, e.started, e.ended, token) for e, token in seen]
+        at = ", ".join(str(item.started) for item in witness)
+        if (token := witness[0].token) is not None:
+            number = verdict.witness[0][0] + 1
+            told = f"completion {number}, off for good from token {token} on, request {at} of the history"
+        else:
+            told = f"all tokens of {len(witness)} completions, request{'s' * (len(witness) > 1)} {at}"
+        return FailureError(f"{verdict.failure}; witness: {told}", witness=witness)
+
+    def shows(self, e: Exchange, item: Scored) -> bool:
+        """Whether a completion that an update overtook could have shown another policy or adapter."""
+        fit, later = item.fitting, self._served(e).later
+        if not later or self.in_flight in (None, Capability.ABORT_IN_FLIGHT):
+            return False
+        if self.in_flight == Capability.FINISH_ON_OLD:
+            return True
+        if self.in_flight == Capability.RESTART:
+            return fit in later
+        if not isinstance(fit, Mixed):
+            return False
+        *before, (version, first) = fit.parts
+        token = first - len(e.request.prompt_token_ids) + 1
+        if not SIDE <= token <= len(item.tokens) - SIDE:
+            return False
+        others = [v for v in (BASE, *self.oracle.versions[-3:]) if v != version]
+        sample, tail = self.sample(e), item.scores[fit].logprobs[token:]
+        apart = []
+        for other in others:
+            wrong = Mixed((*before, (other, first)), fit.recomputed)
+            apart.append(rms(self.oracle.score(wrong, [sample])[0].logprobs[token:] - tail).item())
+        return min(apart) >= POWER * self.tolerance([e]).completion
 
     def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
         """What is allowed for completions of this size, measured once with the oracle alone."""

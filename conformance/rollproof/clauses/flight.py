@@ -6,19 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from ..candidates import BASE, Mixed
 from ..flight import policy
 from ..history import Exchange
-from ..judge import POWER, Scored, rms
 from ..outcome import FailureError, NotApplicableError, RaisedError, UnderpoweredError
 from ..protocol import IN_FLIGHT, Adapter, Capability, GenerateRequest
 from ..session import PROMPT_TOKENS, PROMPTS, Session
 
 TOKENS = 64
 ATTEMPTS = 6
-SIDE = 8
-"""A mix is shown by a completion with so many tokens on either side of the update."""
-
 UPDATES = 3
 BESIDE = 4
 """At most so many requests start while an update runs, however long it takes."""
@@ -37,8 +32,7 @@ async def declared(session: Session) -> str:
         answered, raised = await _overtaken(session, requests, delay, adapter, what)
         told, scored = session.verifier.judged(answered) if answered else ("", [])
         shown = raised if what == Capability.ABORT_IN_FLIGHT else 0
-        for e, item in zip(answered, scored, strict=True):
-            shown += bool(session.subject.history.served(e).later) and _shows(session, what, e, item, adapter)
+        shown += sum(session.verifier.shows(e, item) for e, item in zip(answered, scored, strict=True))
         if shown:
             return f"{what}: {shown} of {len(requests)} requests in flight show it; {told}"
         if answered and not any(session.subject.history.served(e).later for e in answered):
@@ -156,26 +150,3 @@ def _sorted(
         else:
             raise answer
     return answered, raised
-
-
-def _shows(session: Session, what: Capability, e: Exchange, item: Scored, adapter: Adapter) -> bool:
-    """Whether a completion that an update overtook could have shown another policy, or another adapter."""
-    fit = item.fitting
-    if what == Capability.FINISH_ON_OLD:
-        return True
-    if what == Capability.RESTART:
-        return fit == adapter.version
-    if what == Capability.ABORT_IN_FLIGHT or not isinstance(fit, Mixed):
-        return False
-    *before, (version, first) = fit.parts
-    token = first - len(e.request.prompt_token_ids) + 1
-    if not SIDE <= token <= len(item.tokens) - SIDE:
-        return False
-    others = [v for v in (BASE, *session.oracle.versions[-3:]) if v != version]
-    sample = session.verifier.sample(e)
-    tail = item.scores[fit].logprobs[token:]
-    apart = []
-    for other in others:
-        wrong = Mixed((*before, (other, first)), fit.recomputed)
-        apart.append(rms(session.oracle.score(wrong, [sample])[0].logprobs[token:] - tail).item())
-    return min(apart) >= POWER * session.verifier.tolerance([e]).completion

@@ -50,7 +50,7 @@ async def _through(session: Session, level: int) -> str:
             after = await session.claim(True)
     except FailureError as failure:
         # What the device holds now is anybody's guess, so the clauses after this one get a fresh rollout.
-        raise FailureError(str(failure), fatal=True) from failure
+        raise FailureError(str(failure), fatal=True, witness=failure.witness) from failure
     return f"{CYCLES} cycles, as before: {'; '.join(told)}; an update right after the next: {after}"
 
 
