@@ -14,6 +14,7 @@ from .judge import POWER, Tolerance, rms
 from .models import make_adapter
 from .oracle import Oracle, Sample
 from .protocol import Adapter
+from .scale import allowance, direction, relative_error
 
 STRENGTHS = (0.5, 1.0, 0.2)
 """Candidates for an adapter's change of each weight, in standard deviations of that weight."""
@@ -25,6 +26,11 @@ _ROWS = 8
 
 LONGEST = 64
 """Noise on recorded prompts is measured over so many tokens at most."""
+
+_SCALE_TRIALS = 6
+_SCALE_CLAIMS = 4
+"""Trial adapters, and the completions of each in groups as large as a claim's. Noise over a whole claim is
+close to normal: four times the largest of 24 is exceeded by chance with a probability of 4e-8."""
 
 
 Size = tuple[int, int]
@@ -41,6 +47,7 @@ class Calibration:
         self.oracle = oracle
         self._seed = seed
         self._measured: dict[tuple[float | str, Size], tuple[Tolerance, float]] = {}
+        self._scale: dict[Size, float] = {}
         powers: dict[float, float] = {}
         for strength in STRENGTHS:
             powers[strength] = min(self._power(strength, size) for size in sizes)
@@ -51,6 +58,12 @@ class Calibration:
     def tolerance(self, size: Size) -> Tolerance:
         """What is allowed for completions of this size; measured when first asked for."""
         return self._trial(self.strength, size)[0]
+
+    def scale(self, size: Size) -> float:
+        """The relative error of an adapter's scale that is allowed for a claim of this size."""
+        if size not in self._scale:
+            self._scale[size] = scale_trial(self.oracle, self.strength, *size, self._seed)
+        return self._scale[size]
 
     def measure(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         """An adapter's own tolerance, and its least distance in nats from the base model."""
@@ -132,10 +145,28 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     return Tolerance.from_noise(errors), min(apart)
 
 
+def scale_trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int) -> float:
+    """The allowance for an adapter's scale: noise read as one, over claims of ``_ROWS`` completions."""
+    generator = torch.Generator().manual_seed(seed)
+    version, found = max(oracle.versions) + 1, list[float]()
+    for _ in range(_SCALE_TRIALS):
+        adapter = make_adapter(oracle.layers(), version, generator, strength=strength)
+        oracle.add(adapter)
+        samples = _fresh(oracle, version, length, n_tokens, generator, _SCALE_CLAIMS * _ROWS // 2)
+        along = direction(oracle, adapter, samples).reshape(len(samples), n_tokens)
+        noise = torch.stack(oracle.noise(version, samples))
+        oracle.forget(version)
+        for claim in range(_SCALE_CLAIMS):
+            # Greedy and sampled ones in each, as where a rollout is asked.
+            rows = slice(claim, None, _SCALE_CLAIMS)
+            found += [relative_error(along[rows], noise[rows, way]) for way in range(noise.shape[1])]
+    return allowance(oracle.dtype, found)
+
+
 def _fresh(
-    oracle: Oracle, version: int, length: int, n_tokens: int, generator: torch.Generator
+    oracle: Oracle, version: int, length: int, n_tokens: int, generator: torch.Generator, rows: int = _ROWS
 ) -> list[Sample]:
-    ids = torch.randint(0, oracle.vocab_size, (2 * _ROWS, length), generator=generator)
+    ids = torch.randint(0, oracle.vocab_size, (2 * rows, length), generator=generator)
     return complete(oracle, version, [tuple(row) for row in ids.tolist()], n_tokens, generator)
 
 

@@ -28,7 +28,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def _is_judged(result: dict[str, Any]) -> bool:
-    """Whether it says anything of the rollout: an expected failure may have been blocked, and asked nothing."""
+    """Whether it says anything of the rollout: an expected failure may have been blocked."""
     asked = result["updates"] or result["completions"] or result["outcome"] == Outcome.FAIL
     return bool(asked) and result["outcome"] in _JUDGED
 

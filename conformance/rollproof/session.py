@@ -44,7 +44,7 @@ class Session:
         self.oracle = oracle
         self.verifier = Verifier(oracle, calibration, subject.history, policy(subject.capabilities))
         self.updated = False
-        self._calibration = calibration
+        self.calibration = calibration
         self._generator = torch.Generator()
 
     def reseed(self, seed: int, text: str) -> None:
@@ -59,7 +59,7 @@ class Session:
         """
         version = self._next()
         options.setdefault("rank", min(8, self.subject.spec.max_lora_rank))
-        options.setdefault("strength", self._calibration.strength)
+        options.setdefault("strength", self.calibration.strength)
         layers = self.oracle.layers() if weights is None else weights
         return make_adapter(layers, version, self._generator, **options)
 
@@ -105,9 +105,9 @@ class Session:
 
     def _strong(self, make: Callable[[float], Adapter]) -> Adapter:
         for factor in (1, 2, 4, 8):
-            adapter = make(factor * self._calibration.strength)
-            own, effect = self._calibration.measure(adapter, SIZES[0])
-            allowed = own.or_wider(self._calibration.tolerance(SIZES[0]))
+            adapter = make(factor * self.calibration.strength)
+            own, effect = self.calibration.measure(adapter, SIZES[0])
+            allowed = own.or_wider(self.calibration.tolerance(SIZES[0]))
             if effect >= ENOUGH * allowed.completion:
                 break
         self.verifier.learn(adapter.version, own)
@@ -129,7 +129,7 @@ class Session:
             fresh = ".lora_A." in name or ".lora_B." in name
             tensors[name] = noise / tensor.shape[-1] ** 0.5 if fresh else tensor * (1 + 0.3 * noise)
         adapter = Adapter(version, config, tensors)
-        own, _ = self._calibration.measure(adapter, SIZES[0])
+        own, _ = self.calibration.measure(adapter, SIZES[0])
         self.verifier.learn(version, own)
         return adapter
 

@@ -40,6 +40,15 @@ class FirstScaleForEver(AsyncRollout):
         return super()._plain(replace(adapter, config=config))
 
 
+class OffByTwoPercent(AsyncRollout):
+    """Has a scale of its own for rsLoRA, 2 % too large: less than bfloat16 noise on any one token."""
+
+    def _plain(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._plain(adapter)
+        by = 1.02 if adapter.config.use_rslora else 1.0
+        return replace(plain, tensors={n: t * by if ".lora_B." in n else t for n, t in plain.tensors.items()})
+
+
 class ScalesAReloadTwice(AsyncRollout):
     """Scales B once more on each load after the first (SkyRL#2250)."""
 
@@ -182,6 +191,7 @@ class CountsLayersFromTheFirst(AsyncRollout):
 CASES = (
     bad(AlphaIsTheScale, "SYNC-002", "no candidate's"),
     bad(FirstScaleForEver, "NUM-003", "'lora_alpha': 1"),
+    bad(OffByTwoPercent, "NUM-003", "'use_rslora': True"),
     bad(ScalesAReloadTwice, "SYNC-003", "no candidate's"),
     bad(AddsToTheLast, "SYNC-003", "no candidate's"),
     bad(MixesHalves, "SYNC-003", "no candidate's"),

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..outcome import FailureError, NotApplicableError, about
 from ..protocol import Adapter, Capability, GenerateRequest
-from ..session import Session
+from ..scale import claim
+from ..session import PROMPT_TOKENS, Session
 
 SCORED = 4
 
@@ -36,11 +37,19 @@ async def each_layer(session: Session) -> str:
 
 
 async def scale(session: Session) -> str:
-    """alpha below, at and above the rank, and rsLoRA."""
+    """alpha below, at and above the rank, and rsLoRA: every token, and the scale that all show together."""
     for options in ({"lora_alpha": 1}, {"lora_alpha": 8}, {"lora_alpha": 64}, {"use_rslora": True}):
-        await session.update(**options)
+        adapter = await session.update(**options)
+
+        async def attempt(n_tokens: int, adapter: Adapter = adapter) -> str:
+            exchanges = await session.ask(session.requests(session.prompts(), n_tokens))
+            told, scored = session.verifier.judged(exchanges)
+            allowed = session.calibration.scale((PROMPT_TOKENS, n_tokens))
+            samples = [session.verifier.sample(e) for e in exchanges]
+            return f"{told}; {claim(session.oracle, adapter, samples, scored, allowed)}"
+
         with about(f"an adapter of rank 8 with {options}"):
-            told = await session.claim(True)
+            told = await session.grow(attempt)
     return f"alpha / r of 1/8, 1 and 8, and rsLoRA; last: {told}"
 
 
