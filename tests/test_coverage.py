@@ -33,7 +33,8 @@ def test_the_cost_names_the_memory_and_where_it_is(model_path: Path):
     size = 4 * made_parameters("tiny-qwen2")
     line = told(Settings(model=str(model_path), oracle_device="meta"), select(["SYNC-002"]))
     assert line == (
-        "clauses: 1; starts of the rollout: 1 (more where one breaks it); oracle: up to "
+        "clauses: 1; starts of the rollout: 1 (more where one breaks it); "
+        "updates: about 1; requests: about 8; oracle: up to "
         f"{9 * size / 1e9:.2g} GB (float32, base and 8 merged) on meta"
     )
 
@@ -42,6 +43,19 @@ def test_every_fresh_clause_but_the_first_costs_a_start():
     assert starts(select(["SYNC-001", "SYNC-003"])) == 1
     assert starts(select(["SYNC-007"])) == 2
     assert starts(clauses()) == sum(clause.fresh for clause in clauses())
+
+
+async def test_the_calls_of_a_run_are_about_those_told_before(model_path: Path):
+    ids = ("SYNC-001", "SYNC-008", "BASE-002", "RANK-001", "NUM-001", "NUM-002", "NUM-004", "LIFE-001")
+    report = await check_rollout(toy.make, Settings(model=str(model_path), only=ids))
+    told = {clause.id: clause.calls for clause in clauses()}
+    for result in report.results:
+        assert result.outcome == Outcome.PASS
+        assert (result.updates, result.completions) == told[result.clause]
+
+
+def test_every_clause_says_how_much_it_asks():
+    assert [clause.id for clause in clauses() if clause.calls == (0, 0)] == []
 
 
 async def test_a_report_says_what_was_judged_and_what_would_make_more_applicable(model_path: Path):

@@ -12,9 +12,11 @@ from .spec import Clause
 
 
 def told(settings: Settings, chosen: Sequence[Clause]) -> str:
-    """Clauses, starts of the rollout, and the memory of the oracle, in one line."""
+    """Clauses, starts of the rollout, its calls, and the memory of the oracle, in one line."""
+    updates, requests = (sum(clause.calls[kind] for clause in chosen) for kind in (0, 1))
     return (
         f"clauses: {len(chosen)}; starts of the rollout: {starts(chosen)} (more where one breaks it); "
+        f"updates: about {updates}; requests: about {requests}; "
         f"oracle: {_memory(settings.model)} on {settings.oracle_device}"
     )
 

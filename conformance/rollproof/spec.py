@@ -35,6 +35,7 @@ class Clause:
     needs: tuple[Capability, ...]
     requires: tuple[str, ...]
     bugs: tuple[str, ...]
+    calls: tuple[int, int] = (0, 0)
     fresh: bool = False
     profile: str = "core"
     reason: str = ""
@@ -79,6 +80,7 @@ def written() -> tuple[Clause, ...]:
             needs=tuple(Capability(item) for item in fields.pop("needs")),
             requires=tuple(fields.pop("requires")),
             bugs=tuple(fields.pop("bugs")),
+            calls=tuple(fields.pop("calls", (0, 0))),
             **fields,
         )
         for clause_id, fields in tomllib.loads(text).items()
