@@ -117,9 +117,8 @@ def test_a_right_rollout_is_green_also_under_xdist(tmp_path: Path):
     jsonschema.validate(report, schema())
     assert report["ok"]
     assert report["only"] == ["BASE-001", "SYNC-001"]
-    assert "rollproof: clauses: 3; starts of the rollout: 1 (more where one breaks it); oracle: up to " in (
-        found.stdout
-    )
+    cost = "rollproof: clauses: 3; starts of the rollout: 1 (more where one breaks it); updates: about 2; "
+    assert f"{cost}requests: about 24; oracle: up to " in found.stdout
     assert f"rollproof: 3 of the {len(clauses())} clauses of the specification judged, by 2 updates and " in (
         found.stdout
     )
