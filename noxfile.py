@@ -109,6 +109,13 @@ def false_alarms(session: nox.Session) -> None:
 
 
 @nox.session
+def sensitivity(session: nox.Session) -> None:
+    """The smallest fault that each clause about numbers catches, put into SPEC.md; no engine, 15 minutes."""
+    install(session, "cpu", groups=("test",))
+    session.run("python", "tests/sensitivity.py", *session.posargs, env=environment())
+
+
+@nox.session
 def families(session: nox.Session) -> None:
     """The reference on every made family in every dtype, and a table: ``nox -s families -- --only NUM``.
 
