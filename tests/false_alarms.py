@@ -22,16 +22,16 @@ from unittest.mock import patch
 import torch
 
 import rollproof.verify
-from known_bad import ODD_BUT_RIGHT, Case, started
+from known_bad import ODD_BUT_RIGHT, REFERENCE, started
 from rollproof import Outcome, Report, Settings, check_rollout
 from rollproof.bench import Bench
 from rollproof.judge import judge
 from rollproof.models import make_model
 from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
-from rollproof_reference import AsyncRollout, make
+from rollproof_reference import make
 
-CASES = (Case("reference", AsyncRollout, does="The reference itself."), *ODD_BUT_RIGHT)
+CASES = (REFERENCE, *ODD_BUT_RIGHT)
 
 
 @dataclass

@@ -227,6 +227,8 @@ KNOWN_BAD = (
     *sampling.CASES,
 )
 
+REFERENCE = Case("reference", AsyncRollout, does="The reference itself.")
+
 ODD_BUT_RIGHT = odd.ODD
 
 
