@@ -227,7 +227,7 @@ class _Judging:
         groups: dict[tuple[int, Candidate | None], list[Exchange]] = {}
         for e in exchanges:
             n_tokens = min(LONGEST, 1 << (len(e.completion.token_ids).bit_length() - 1))
-            wrong = stale(self._history, claim, e) if claim.clause == "CACHE-001" else None
+            wrong = stale(self._updates, claim, e) if claim.clause == "CACHE-001" else None
             groups.setdefault((n_tokens, wrong), []).append(e)
         return groups
 

@@ -29,6 +29,11 @@ Candidate = int | Mixed
 """A version that computed everything, or a mix."""
 
 
+def on_stale_kv(older: int, newer: int, kept: int) -> Mixed:
+    """The newer version on the KV that the older one left for the first ``kept`` prompt tokens."""
+    return Mixed(((older, 0), (newer, kept)))
+
+
 def name(candidate: Candidate, prompt_tokens: int = 0) -> str:
     """How a message calls a candidate, for a prompt of so many tokens."""
     if candidate == BASE:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from .candidates import BASE, Candidate, Mixed
+from .candidates import BASE, Candidate, on_stale_kv
 from .history import Exchange, History, Unanswered, Update
 from .outcome import Outcome
 from .protocol import Capability
@@ -102,13 +102,12 @@ def claims(history: History) -> list[Claim]:
     ]
 
 
-def stale(history: History, claim: Claim, e: Exchange) -> Candidate | None:
+def stale(updates: Sequence[Update], claim: Claim, e: Exchange) -> Candidate | None:
     """The KV of the version before under the newest, as far as the rollout says that KV was reused."""
-    updates = serving(history)
     newer = updates[claim.after].version
     older = updates[claim.after - 1].version if claim.after > 0 else BASE
     kept = min(e.completion.num_cached_tokens or 0, len(e.request.prompt_token_ids) - 1)
-    return Mixed(((older, 0), (newer, kept))) if kept > 0 and older != newer else None
+    return on_stale_kv(older, newer, kept) if kept > 0 and older != newer else None
 
 
 def lost(history: History, in_flight: Capability | None) -> tuple[Outcome, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from ..candidates import BASE, Mixed
+from ..candidates import BASE, on_stale_kv
 from ..flight import policy
 from ..judge import rms
 from ..outcome import FailureError, NotApplicableError, UnderpoweredError
@@ -30,7 +30,7 @@ async def idle(session: Session) -> str:
         request = _telling(session, n_tokens, older.version, newer.version)
         hit = await _hit(session, request)
         await session.serve(newer)
-        told = session.verify(await session.ask([request]), [_stale(older.version, newer.version, hit)])
+        told = session.verify(await session.ask([request]), [on_stale_kv(older.version, newer.version, hit)])
         return f"{hit} of {len(request.prompt_token_ids)} prompt tokens were reused before the update; {told}"
 
     return await session.grow(attempt, _length(session))
@@ -65,7 +65,7 @@ async def beside_running(session: Session) -> str:
                 f"underpowered: a request of {busy_tokens} tokens ended before the update and another one did"
             )
         session.verify([again])
-        told = session.verify([after], [_stale(older.version, newer.version, hit)])
+        told = session.verify([after], [on_stale_kv(older.version, newer.version, hit)])
         return f"beside a request of version {older.version}: {told}"
 
     return await session.grow(attempt, _length(session))
@@ -82,7 +82,7 @@ async def across(session: Session) -> str:
             request = _telling(session, n_tokens, *order, adapter=first)
             hit = await _hit(session, request)
             (other,) = session.requests([request.prompt_token_ids], n_tokens, adapter=not first)
-            told.append(session.verify(await session.ask([other]), [_stale(*order, hit)]))
+            told.append(session.verify(await session.ask([other]), [on_stale_kv(*order, hit)]))
         return f"the base after the adapter: {told[0]}; the adapter after the base: {told[1]}"
 
     return await session.grow(attempt, _length(session))
@@ -98,7 +98,7 @@ async def many_versions(session: Session) -> str:
         for _ in range(VERSIONS):
             newer = await session.update()
             answers = await session.ask([request])
-            stale = [_stale(older.version, newer.version, hit) for older in reversed(chain)]
+            stale = [on_stale_kv(older.version, newer.version, hit) for older in reversed(chain)]
             try:
                 told = session.verify(answers, stale[:1])
             except FailureError:
@@ -123,7 +123,7 @@ async def crowded(session: Session) -> str:
         if not min(hits):
             raise NotApplicableError(f"of {_CROWD} long prompts at once, {hits.count(0)} left no KV to reuse")
         newer = await session.update()
-        stale = _stale(older.version, newer.version, min(*hits, len(prompts[0]) - 1))
+        stale = on_stale_kv(older.version, newer.version, min(*hits, len(prompts[0]) - 1))
         return session.verify(await session.ask(requests), [stale])
 
     return await session.grow(attempt, _length(session))
@@ -131,10 +131,6 @@ async def crowded(session: Session) -> str:
 
 def _length(session: Session) -> int:
     return min(LONG_PROMPT, session.subject.spec.max_model_len - MAX_TOKENS)
-
-
-def _stale(older: int, newer: int, hit: int) -> Mixed:
-    return Mixed(((older, 0), (newer, hit)))
 
 
 async def _hit(session: Session, request: GenerateRequest) -> int:
@@ -159,7 +155,7 @@ def _telling(
     length = _length(session)
     kept = max(1, min(length // _BLOCK * _BLOCK, length - 1))
     samples = session.oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
-    fresh, stale = (session.oracle.score(c, samples) for c in (newer, _stale(older, newer, kept)))
+    fresh, stale = (session.oracle.score(c, samples) for c in (newer, on_stale_kv(older, newer, kept)))
     apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]
     (request,) = session.requests([samples[apart.index(max(apart))].prompt], n_tokens, adapter=adapter)
     return request
