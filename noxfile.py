@@ -57,27 +57,32 @@ def single() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in alone.items()}
 
 
+def given(posargs: list[str], option: str) -> bool:
+    """Whether an option is among the arguments, in either way to write it."""
+    return any(item == option or item.startswith(f"{option}=") for item in posargs)
+
+
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Judge a rollout: ``nox -s conformance -- --rollout pkg.mod:factory`` (default: the reference)."""
-    given = list(session.posargs)
-    if "--list" in given:  # of the clauses: nothing is judged
+    args = list(session.posargs)
+    if "--list" in args:  # of the clauses: nothing is judged
         install(session, engine())
-        session.run("python", *CLAUSES, *given, env=environment())
+        session.run("python", *CLAUSES, *args, env=environment())
         return
-    chosen = any(item == "--rollout" or item.startswith("--rollout=") for item in given)
+    chosen = given(args, "--rollout")
     judged = (
         "judged: the rollout named by --rollout" if chosen else "judged: rollproof_reference, the default"
     )
     session.log(judged)
     install(session, engine())
     if not chosen:
-        given += ["--rollout", DEFAULT]
-    if not any(item == "--report" or item.startswith("--report=") for item in given):
-        given += ["--report", "rollproof-report"]
-    named = any(item == "--model" or item.startswith("--model=") for item in given)
+        args += ["--rollout", DEFAULT]
+    if not given(args, "--report"):
+        args += ["--report", "rollproof-report"]
+    threads = {} if given(args, "--model") else single()
     try:
-        session.run("python", *CLAUSES, "-v", *given, env=environment() | ({} if named else single()))
+        session.run("python", *CLAUSES, "-v", *args, env=environment() | threads)
     finally:
         session.log(judged)
 
@@ -132,8 +137,7 @@ def families(session: nox.Session) -> None:
             folder = pathlib.Path("rollproof-families", f"{model}-{dtype}")
             shutil.rmtree(folder, ignore_errors=True)
             session.run(
-                *("python", "-m", "pytest", "--pyargs", "rollproof.clauses", "-p", "no:cacheprovider"),
-                *("-c", os.devnull, "--rootdir", ".", "--noconftest", "-q", "--rollout", DEFAULT),
+                *("python", *CLAUSES, "-q", "--rollout", DEFAULT),
                 *("--model", model, "--dtype", dtype, "--report", str(folder), *session.posargs),
                 env=environment() | single(),
                 success_codes=range(6),  # the table says how each came out
