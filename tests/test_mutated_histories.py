@@ -30,29 +30,34 @@ EACH = 4
 """Requests after each update, and as many of the base model."""
 
 
-class Kept:
-    """An oracle that computes nothing twice. It stands in for a judge's oracle, one case after the other."""
+class Holding:
+    """The versions that an oracle holds, no two of which are alike."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        self.whole = oracle
-        self.vocab_size = oracle.vocab_size
-        self._found: dict[tuple[Any, ...], Any] = {}
-        self._held: list[int] = []
+    def __init__(self) -> None:
+        self.versions = [BASE]
 
     @property
-    def versions(self) -> list[int]:
-        return [BASE, *self._held]
-
-    distinct = versions
+    def distinct(self) -> list[int]:
+        return self.versions
 
     def alike(self, version: int) -> int:
         return version
 
     def add(self, adapter: Adapter) -> None:
-        self._held.append(adapter.version)
+        self.versions.append(adapter.version)
 
     def forget(self, version: int) -> None:
-        self._held.remove(version)
+        self.versions.remove(version)
+
+
+class Kept(Holding):
+    """An oracle that computes nothing twice. It stands in for a judge's oracle, one case after the other."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        super().__init__()
+        self.whole = oracle
+        self.vocab_size = oracle.vocab_size
+        self._found: dict[tuple[Any, ...], Any] = {}
 
     def score(self, candidate: Candidate, samples: Sequence[Sample]) -> list[Scores]:
         missing = [s for s in dict.fromkeys(samples) if (candidate, s) not in self._found]
@@ -322,27 +327,14 @@ def test_what_versions_are_called_is_none_of_the_judges(record: Record, places: 
     assert not judged(renamed, history)
 
 
-class Renamed:
+class Renamed(Holding):
     """The same oracle, whose versions have other numbers."""
 
     def __init__(self, oracle: Kept, names: dict[int, int]) -> None:
+        super().__init__()
         self._oracle = oracle
         self._old = {new: old for old, new in names.items()} | {BASE: BASE}
         self.vocab_size = oracle.vocab_size
-        self.versions = [BASE]
-
-    @property
-    def distinct(self) -> list[int]:
-        return self.versions
-
-    def alike(self, version: int) -> int:
-        return version
-
-    def add(self, adapter: Adapter) -> None:
-        self.versions.append(adapter.version)
-
-    def forget(self, version: int) -> None:
-        self.versions.remove(version)
 
     def score(self, candidate: Candidate, samples: Sequence[Sample]) -> list[Scores]:
         if isinstance(candidate, Mixed):
