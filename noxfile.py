@@ -91,7 +91,8 @@ def conformance(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The project's own tests, known-bad rollouts included."""
     install(session, engine(), groups=("test",))
-    session.run("python", "-m", "pytest", *session.posargs, env=environment())
+    # Each process has an engine of its own, on one core.
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs, env=environment())
 
 
 @nox.session
