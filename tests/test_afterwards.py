@@ -137,7 +137,7 @@ SWITCHED = 19 + 10
     ("version", "outcome", "word"),
     [
         (Mixed(((1, 0), (2, SWITCHED))), Outcome.PASS, "are shown to be no other"),
-        (Mixed(((1, 0), (2, SWITCHED)), recomputed=True), Outcome.PASS, "are shown to be no other"),
+        (Mixed(((1, 0), (2, SWITCHED)), recomputed=(SWITCHED,)), Outcome.PASS, "are shown to be no other"),
         (1, Outcome.ERROR, "underpowered: none of 2 overtaken completions shows continue-mixed"),
         (
             Mixed(((1, 0), (BASE, SWITCHED))),

@@ -48,9 +48,10 @@ def found(
     return admitted(served, Capability.CONTINUE_MIXED, oracle, SAMPLE, logprobs, tolerance)
 
 
-def at(*switches: tuple[int, int], anew: bool = False) -> Mixed:
-    """Version 1, then each version from its token on."""
-    return Mixed(((1, 0), *((version, PROMPT - 1 + token) for version, token in switches)), anew)
+def at(*switches: tuple[int, int], anew: tuple[int, ...] = ()) -> Mixed:
+    """Version 1, then each version from its token on; those that begin at ``anew`` on KV computed anew."""
+    parts = ((1, 0), *((version, PROMPT - 1 + token) for version, token in switches))
+    return Mixed(parts, tuple(PROMPT - 1 + token for token in anew))
 
 
 MIXES = [
@@ -61,8 +62,11 @@ MIXES = [
     at((3, 17)),
     at((2, 5), (3, 20)),
     at((2, 5), (3, 8)),
-    at((2, 9), anew=True),
-    at((2, 9), (3, 15), anew=True),
+    at((2, 9), anew=(9,)),
+    at((2, 9), (3, 15), anew=(9, 15)),
+    # Weights replaced first, and the KV given up some tokens later: a preemption, or a cache that is reset.
+    at((2, 9), (2, 14), anew=(14,)),
+    at((2, 9), (2, 14), (3, 20), (3, 24), anew=(14, 24)),
     Mixed(((1, 0), (2, 11))),
     Mixed(((2, 0), (3, PROMPT + 4))),
 ]

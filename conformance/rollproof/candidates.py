@@ -17,12 +17,13 @@ class Mixed:
 
     ``parts`` lists (version, first position it computed), ascending and from position 0. The token
     at index t after a prompt of n tokens is predicted at position n - 1 + t. Each version attends to
-    the KV that those before it left; with ``recomputed`` it computed all KV anew instead, as an
-    engine does after a preemption.
+    the KV that those before it left. A part whose first position is in ``recomputed`` computed all KV
+    before it anew instead, as an engine does after a preemption; its version may be that of the part
+    before it.
     """
 
     parts: tuple[tuple[int, int], ...]
-    recomputed: bool = False
+    recomputed: tuple[int, ...] = ()
 
 
 Candidate = int | Mixed
@@ -48,5 +49,6 @@ def name(candidate: Candidate, prompt_tokens: int = 0) -> str:
     for version, first in later:
         token = first - (prompt_tokens - 1)
         where = f"token {token}" if token >= 0 else f"prompt token {first}"
-        told += f", {name(version)} from {where} on"
-    return told + (", all KV computed anew" if candidate.recomputed else "")
+        anew = " with all KV computed anew" if first in candidate.recomputed else ""
+        told += f", {name(version)} from {where} on{anew}"
+    return told

@@ -103,12 +103,18 @@ class _Search:
         whole = [self._fit(Mixed(((version, 0),))) for version in self._chain]
         found = list(whole)
         for recomputed in (False, True):
-            beam = whole  # one that waited for its turn may have begun with a version that came later
+            # One that waited for its turn may have begun with a version that came later, and a mix may
+            # have gone on for some tokens before its KV was computed anew.
+            beam = [*whole, *self._leading(found[len(whole) :])]
             while beam and not any(self._settled(fit, len(self._observed)) for fit in found):
                 longer = [better for fit in beam for better in self._switched(fit, recomputed)]
-                beam = sorted(longer, key=lambda fit: fit.rank, reverse=True)[:_BEAM]
+                beam = self._leading(longer)
                 found += beam
         return max(found, key=lambda fit: fit.rank).candidate
+
+    @staticmethod
+    def _leading(fits: list[_Fit]) -> list[_Fit]:
+        return sorted(fits, key=lambda fit: fit.rank, reverse=True)[:_BEAM]
 
     def _fit(self, mix: Mixed) -> _Fit:
         off = (self._oracle.score(mix, [self._sample])[0].logprobs - self._observed).double()
@@ -122,16 +128,25 @@ class _Search:
         return fit.explained >= n_tokens and fit.distance <= usual
 
     def _switched(self, fit: _Fit, recomputed: bool) -> list[_Fit]:
-        """Ways to go on with a later version that explain more; one that leaves no doubt stands alone."""
+        """Ways to go on with a later version that explain more; one that leaves no doubt stands alone.
+
+        With ``recomputed`` also on KV computed anew, which the version that a mix has come to can do too.
+        """
         better = []
-        for version in self._chain[self._chain.index(fit.mix.parts[-1][0]) + 1 :]:
+        latest = self._chain.index(fit.mix.parts[-1][0])
+        same = recomputed and len(fit.mix.parts) > 1
+        for index, version in list(enumerate(self._chain))[latest if same else latest + 1 :]:
             for first in self._firsts(fit, recomputed):
-                found = self._fit(Mixed((*fit.mix.parts, (version, first)), recomputed))
-                token = max(0, first - self._last_prompt)
-                if self._settled(found, min(token + _WINDOW, len(self._observed))):
-                    return [found]
-                if found.explained > fit.explained:
-                    better.append(found)
+                carried = [()] if index > latest else []
+                anew = [(first,)] if recomputed else []
+                for more in (*carried, *anew):
+                    mix = Mixed((*fit.mix.parts, (version, first)), (*fit.mix.recomputed, *more))
+                    found = self._fit(mix)
+                    token = max(0, first - self._last_prompt)
+                    if self._settled(found, min(token + _WINDOW, len(self._observed))):
+                        return [found]
+                    if found.explained > fit.explained:
+                        better.append(found)
             if fit.explained == 0 and not better and len(fit.mix.parts) == 1 and not recomputed:
                 better += self._refined(fit, version)
         return better

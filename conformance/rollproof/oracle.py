@@ -185,10 +185,9 @@ class Oracle:
     @torch.inference_mode()
     def score(self, candidate: Candidate, sequences: Sequence[Sample]) -> list[Scores]:
         """Each sequence under one candidate, in float32. A mix is replayed as an engine computes it."""
-        parts = candidate.parts if isinstance(candidate, Mixed) else ((candidate, 0),)
-        models = [(self._model(version), first) for version, first in parts]
-        anew = isinstance(candidate, Mixed) and candidate.recomputed
-        found = (self._recomputed if anew else self._logits)(models, sequences)
+        mix = candidate if isinstance(candidate, Mixed) else Mixed(((candidate, 0),))
+        models = [(self._model(version), first) for version, first in mix.parts]
+        found = self._logits(models, sequences, mix.recomputed)
         return [_reduce(logits, sequence) for sequence, logits in zip(sequences, found, strict=True)]
 
     @torch.inference_mode()
@@ -259,10 +258,13 @@ class Oracle:
         tokens = torch.cat(columns, 1).tolist()
         return [Sample(p, tuple(t), temperature) for p, t in zip(prompts, tokens, strict=True)]
 
-    def _logits(self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample]) -> list[torch.Tensor]:
+    def _logits(
+        self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample], recomputed: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
         """[T, vocab] for the positions that predict each sequence's tokens, on the device.
 
-        ``models`` are (model, first position it computes); each goes on from the KV of those before.
+        ``models`` are (model, first position it computes); each goes on from the KV of those before, or
+        computes it anew where its first position is in ``recomputed``.
         """
         found: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
         groups: dict[tuple[int, int], list[int]] = {}
@@ -274,9 +276,10 @@ class Oracle:
             ends = [first for _, first in models[1:]] + [n_prompt + n_tokens]
             for (model, first), end in zip(models, ends, strict=True):
                 kept = min(end - first, end - n_prompt + 1)  # none is told as one and dropped: 0 means all
+                anew = first in recomputed
                 output = model(
-                    input_ids=ids[:, first:end],
-                    past_key_values=cache,
+                    input_ids=ids[:, 0 if anew else first : end],
+                    past_key_values=None if anew else cache,
                     use_cache=len(models) > 1,
                     logits_to_keep=max(1, kept),
                 )
@@ -285,18 +288,6 @@ class Oracle:
             logits = torch.cat(pieces, 1)
             for row, index in enumerate(members):
                 found[index] = logits[row, :-1]
-        return found
-
-    def _recomputed(
-        self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample]
-    ) -> list[torch.Tensor]:
-        """As ``_logits``, where each model computes all KV before its first position anew."""
-        alone = [self._logits([(model, 0)], sequences) for model, _ in models]
-        found = [logits.clone() for logits in alone[0]]
-        for (_, first), logits in zip(models[1:], alone[1:], strict=True):
-            for index, sequence in enumerate(sequences):
-                token = max(0, first - len(sequence.prompt) + 1)
-                found[index][token:] = logits[index][token:]
         return found
 
     def _model(self, version: int) -> Any:

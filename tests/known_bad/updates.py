@@ -83,6 +83,10 @@ class ReadsLate(AsyncRollout):
             await super()._commit(late.version, "", super()._plain(late))
         return await super().generate(request)
 
+    async def unload_adapter(self) -> None:
+        self._late = None
+        await super().unload_adapter()
+
 
 class SkipsWhatItCannotPlace(AsyncRollout):
     """Drops tensors of unknown names and calls the rest an update (vllm#34186, verl#3231)."""
