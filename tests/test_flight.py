@@ -67,6 +67,7 @@ MIXES = [
     # Weights replaced first, and the KV given up some tokens later: a preemption, or a cache that is reset.
     at((2, 9), (2, 14), anew=(14,)),
     at((2, 9), (2, 14), (3, 20), (3, 24), anew=(14, 24)),
+    at((2, 9), (2, 10), (3, 20), (3, 22), anew=(10, 22)),
     Mixed(((1, 0), (2, 11))),
     Mixed(((2, 0), (3, PROMPT + 4))),
 ]

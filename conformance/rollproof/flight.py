@@ -137,19 +137,32 @@ class _Search:
         same = recomputed and len(fit.mix.parts) > 1
         for index, version in list(enumerate(self._chain))[latest if same else latest + 1 :]:
             for first in self._firsts(fit, recomputed):
-                carried = [()] if index > latest else []
-                anew = [(first,)] if recomputed else []
-                for more in (*carried, *anew):
-                    mix = Mixed((*fit.mix.parts, (version, first)), (*fit.mix.recomputed, *more))
+                token = max(0, first - self._last_prompt)
+                for mix in self._switches(fit.mix, version, first, recomputed, index == latest):
                     found = self._fit(mix)
-                    token = max(0, first - self._last_prompt)
+                    if found.explained <= fit.explained:
+                        continue
                     if self._settled(found, min(token + _WINDOW, len(self._observed))):
                         return [found]
-                    if found.explained > fit.explained:
-                        better.append(found)
+                    better.append(found)
             if fit.explained == 0 and not better and len(fit.mix.parts) == 1 and not recomputed:
                 better += self._refined(fit, version)
         return better
+
+    def _switches(
+        self, mix: Mixed, version: int, first: int, recomputed: bool, same: bool
+    ) -> Iterator[Mixed]:
+        """A version from a position on: on the KV that is there, on KV computed anew, or first the one and
+        so soon after it the other that no window lies between."""
+        parts = (*mix.parts, (version, first))
+        if not same:
+            yield Mixed(parts, mix.recomputed)
+        if not recomputed:
+            return
+        yield Mixed(parts, (*mix.recomputed, first))
+        if not same:
+            for anew in range(first + 1, first + _WINDOW):
+                yield Mixed((*parts, (version, anew)), (*mix.recomputed, anew))
 
     def _firsts(self, fit: _Fit, recomputed: bool) -> Iterator[int]:
         """Positions at which the next version may have taken over, the likeliest first."""
