@@ -67,13 +67,16 @@ MIXES = [
     # Weights replaced first, and the KV given up some tokens later: a preemption, or a cache that is reset.
     at((2, 9), (2, 14), anew=(14,)),
     at((2, 9), (2, 14), (3, 20), (3, 24), anew=(14, 24)),
-    at((2, 9), (2, 10), (3, 20), (3, 22), anew=(10, 22)),
     Mixed(((1, 0), (2, 11))),
     Mixed(((2, 0), (3, PROMPT + 4))),
 ]
 
 
-@pytest.mark.parametrize("truth", MIXES, ids=str)
+# Twice two switches within a token or two: float32 tells them apart, half precision doesn't always.
+CLOSE = at((2, 9), (2, 10), (3, 20), (3, 22), anew=(10, 22))
+
+
+@pytest.mark.parametrize("truth", [*MIXES, CLOSE], ids=str)
 def test_a_mix_is_found_to_the_token(oracle: Oracle, truth: Mixed):
     assert found(oracle, observed(oracle, truth))[-1] == truth
 
