@@ -11,6 +11,7 @@ from typing import Any
 Answer = tuple[int, Any]
 
 BASE = "the-base"
+OWN = {"prompt": [1, 2, 3], "max_tokens": 1}
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -21,13 +22,15 @@ def choice(**changes: Any) -> dict[str, Any]:
 
 
 class FakeServer:
-    """``answers`` replaces what a path answers: (status, JSON or text). ``asked`` holds what came."""
+    """``answers`` replaces what a path answers: (status, JSON or text). ``asked`` holds what came. While
+    ``hold`` is cleared, completions wait, and ``held`` says that one does."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.asked: list[tuple[str, Any]] = []
         self.loaded: dict[str, str] = {}
         self.files: list[list[str]] = []
+        self.held = threading.Event()
         self.hold = threading.Event()
         self.hold.set()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -42,8 +45,8 @@ class FakeServer:
         self._thread.join()
 
     def bodies(self, path: str) -> list[Any]:
-        """What was sent to a path; the first completion is the driver's own probe."""
-        return [body for asked, body in self.asked if asked == path]
+        """What was sent to a path, without the driver's own requests for completions."""
+        return [body for asked, body in self.asked if asked == path and body | OWN != body]
 
     def answer(self, path: str, body: Any) -> Answer:
         self.asked.append((path, body))
@@ -51,7 +54,9 @@ class FakeServer:
             return self.answers[path]
         if path == "/v1/models":
             adapters = [{"id": name, "parent": BASE, "root": root} for name, root in self.loaded.items()]
-            return 200, {"data": [{"id": BASE, "parent": None, "root": "hub/name", "max_model_len": 512}, *adapters]}
+            return 200, {
+                "data": [{"id": BASE, "parent": None, "root": "hub/name", "max_model_len": 512}, *adapters]
+            }
         if path == "/v1/load_lora_adapter":
             self.loaded[body["lora_name"]] = body["lora_path"]
             self.files.append(sorted(file.name for file in Path(body["lora_path"]).iterdir()))
@@ -64,7 +69,9 @@ class FakeServer:
         return 200, {"version": "0.32.0"}
 
     def _completion(self, body: Any) -> Answer:
-        self.hold.wait(10)
+        if body["prompt"] != OWN["prompt"] and not self.hold.is_set():
+            self.held.set()
+            self.hold.wait(10)
         if body["model"] not in (BASE, *self.loaded):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -81,12 +88,10 @@ class FakeServer:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:  # noqa: N802 - http.server looks for these names
+            def do_GET(self) -> None:
                 self._send(*server.answer(self.path, None))
 
-            def do_POST(self) -> None:  # noqa: N802
+            def do_POST(self) -> None:
                 length = int(self.headers["content-length"])
                 self._send(*server.answer(self.path, json.loads(self.rfile.read(length))))
 

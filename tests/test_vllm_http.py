@@ -1,12 +1,12 @@
-"""The driver for vLLM's HTTP server: against a server that says what a test wants, and judged on a real one."""
+"""The driver for vLLM's HTTP server: against one that says what a test wants, and judged on a real one."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
+import itertools
+import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-import torch
 
 from conftest import MakeAdapter
 from fake_server import BASE, FakeServer, choice, stream
 from rollproof import Outcome, Settings, check_rollout
 from rollproof.drivers.folders import Folders
-from rollproof.drivers.openai_api import ServerError
+from rollproof.drivers.openai_api import Client, ServerError
 from rollproof.drivers.vllm_http import HttpRollout, make
 from rollproof.drivers.vllm_process import Server, arguments, started
 from rollproof.protocol import Capability, Completion, GenerateRequest, LoadedAdapter, RolloutSpec
@@ -34,6 +33,10 @@ def server() -> Iterator[FakeServer]:
     fake = FakeServer()
     yield fake
     fake.close()
+
+
+def there(folder: str) -> bool:
+    return Path(folder).exists()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -51,7 +54,7 @@ async def test_what_is_asked_is_what_the_kit_means(
     assert await rollout.generate_n(replace(REQUEST, adapter=False), 3) == [ANSWER] * 3
     with pytest.raises(ValueError, match="route is 'chat'; allowed: default, stream"):
         await rollout.generate(replace(REQUEST, route="chat"))
-    _, plain, streamed, base = server.bodies("/v1/completions")
+    plain, streamed, base = server.bodies("/v1/completions")
     assert plain["model"] == rollout.lora_name
     assert (plain["prompt"], plain["max_tokens"], plain["seed"]) == ([7, 8, 9], 2, 3)
     assert (plain["temperature"], plain["top_p"], plain["top_k"], plain["ignore_eos"]) == (1.0, 1.0, 0, True)
@@ -83,12 +86,12 @@ async def test_an_update_is_a_new_folder_under_one_name_and_a_new_salt(
     assert first["lora_name"] == second["lora_name"] == rollout.lora_name
     assert first["load_inplace"] is second["load_inplace"] is True
     assert server.files == [["adapter_config.json", "adapter_model.safetensors"]] * 2
-    assert (Path(first["lora_path"]).exists(), Path(second["lora_path"]).exists()) == (False, True)
-    salts = [body["cache_salt"] for body in server.bodies("/v1/completions")[2:]]
+    assert (there(first["lora_path"]), there(second["lora_path"])) == (False, True)
+    salts = [body["cache_salt"] for body in server.bodies("/v1/completions")[1:]]
     assert len(set(salts)) == 2
     await rollout.unload_adapter()
     assert await rollout.loaded_adapters() == []
-    assert not Path(second["lora_path"]).exists()
+    assert not there(second["lora_path"])
 
 
 async def test_a_folder_stays_while_a_request_may_read_it(
@@ -98,14 +101,15 @@ async def test_a_folder_stays_while_a_request_may_read_it(
     (old,) = server.loaded.values()
     server.hold.clear()
     running = asyncio.ensure_future(rollout.generate(REQUEST))
-    while len(server.bodies("/v1/completions")) < 2:
-        await asyncio.sleep(0.01)
-    await rollout.update_adapter(adapter(2))
-    assert Path(old).exists()
+    await asyncio.to_thread(server.held.wait, 10)
+    update = asyncio.ensure_future(rollout.update_adapter(adapter(2)))
+    await asyncio.wait([update], timeout=5)
+    assert update.done()
+    assert there(old)
     server.hold.set()
     await running
     await rollout.update_adapter(adapter(3))
-    assert not Path(old).exists()
+    assert not there(old)
 
 
 async def test_versions_never_shrink_and_come_twice_only_with_the_same_contents(
@@ -240,15 +244,13 @@ async def test_a_server_that_is_never_ready_is_ended_with_all_its_processes(
     said = await refusal(make(spec, python=python, start_seconds="0.6"))
     assert "was not ready within 0.6 s" in said
     assert said.endswith("loading")
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(int((tmp_path / "child").read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "child").read_text())).wait(5)
 
 
 def test_options_replace_and_add_to_the_command_line(spec: RolloutSpec):
     given = arguments(replace(spec, max_lora_rank=24), {"max_loras": "3", "enforce_eager": "false"})
-    pairs = dict(zip(given, given[1:], strict=False))
+    pairs = dict(itertools.pairwise(given))
     assert (pairs["--max-lora-rank"], pairs["--max-loras"], pairs["--dtype"]) == ("32", "3", spec.dtype)
     assert "--enable-lora" in given
     assert "--no-enforce-eager" in given
@@ -259,7 +261,7 @@ def test_a_request_without_an_answer_keeps_its_folders_and_no_later_ones(tmp_pat
     folders = Folders(tmp_path)
     first = folders.open()
     first.mkdir()
-    with pytest.raises(KeyboardInterrupt), folders.reading():
+    with suppress(KeyboardInterrupt), folders.reading():
         second = folders.open()
         second.mkdir()
         folders.replaced(first)
@@ -271,3 +273,27 @@ def test_a_request_without_an_answer_keeps_its_folders_and_no_later_ones(tmp_pat
     assert sorted(path.name for path in folders.root.iterdir()) == ["1", "2"]
     folders.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_server(spec: RolloutSpec) -> AsyncIterator[Server]:
+    async with started(spec, sys.executable, 300, {"gpu_memory_utilization": "0.3"}) as server:
+        yield server
+
+
+JUDGED = (
+    *("SYNC-001", "SYNC-006", "SYNC-009", "BASE-002", "LIFE-001", "LIFE-004", "NUM-003"),
+    *("CACHE-001", "FLIGHT-001", "FAIL-004"),
+)
+
+
+async def test_vllm_s_own_server_is_judged_and_left_as_it_was(vllm_server: Server, spec: RolloutSpec):
+    settings = Settings(spec.model_path, spec.dtype, only=JUDGED)
+    report = await check_rollout(make, settings, url=vllm_server.url)
+    assert {r.clause: r.message for r in report.results if r.outcome != Outcome.PASS} == {}
+    assert report.ok
+    assert report.details["engine"].startswith("vLLM ")
+    assert vllm_server.trouble() == ""
+    client = Client(vllm_server.url)
+    assert [card["id"] for card in await client.models()] == [spec.model_path]
+    await client.close()

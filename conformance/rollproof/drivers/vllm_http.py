@@ -26,6 +26,7 @@ from .openai_api import ROUTES, Client, ServerError, completion_body, completion
 from .vllm_process import Server, started
 
 _COMPLETIONS = "/v1/completions"
+_ANY_PROMPT = (1, 2, 3)
 _UNSHOWN_ID = 0
 """The server doesn't show int ids, and vLLM gives none below 1."""
 
@@ -77,7 +78,7 @@ async def _attached(
         _check_model(spec, base)
         spec = replace(spec, max_model_len=min(spec.max_model_len, base.get("max_model_len") or sys.maxsize))
         # What a server shows depends on its options.
-        probe = GenerateRequest((1, 2, 3), max_tokens=1, adapter=False)
+        probe = GenerateRequest(_ANY_PROMPT, max_tokens=1, adapter=False)
         answer = await client.post(_COMPLETIONS, completion_body(probe, base["id"], 1, None))
         cached = completions([answer], 1)[0].num_cached_tokens
         rollout = HttpRollout(client, spec, base["id"], Folders(folder), own)
@@ -168,6 +169,7 @@ class HttpRollout:
                 return
             try:
                 folder = await self._load(adapter)
+                await self._join()
             finally:
                 # Also after an error: whatever KV was computed meanwhile is nobody's any more.
                 self._epoch += 1
@@ -209,6 +211,18 @@ class HttpRollout:
                 self._folders.replaced(folder)  # otherwise the server may have loaded it
             raise
         return folder
+
+    async def _join(self) -> None:
+        """Have requests in flight go on with what was just loaded.
+
+        vLLM up to 0.32 keeps load_inplace set on requests: at each step it reads the folder of the one that
+        joined the batch last, so that those in flight stay with the old folder until another joins.
+        """
+        request = GenerateRequest(_ANY_PROMPT, max_tokens=1)
+        body = completion_body(request, self.lora_name, 1, f"{self.lora_name}-join-{self._epoch}")
+        del body["logprobs"]  # nobody reads them, and those of a broken adapter may be no JSON
+        with self._folders.reading():
+            await self._client.post(_COMPLETIONS, body)
 
     async def _unload(self) -> None:
         if self._version is None:
