@@ -210,7 +210,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """One adapter that the engine holds now."""
+    """One adapter that the engine holds now. ``int_id`` is 0 where the engine doesn't show it."""
 
     name: str
     int_id: int
