@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
@@ -246,6 +248,28 @@ async def test_a_server_that_is_never_ready_is_ended_with_all_its_processes(
     assert said.endswith("loading")
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "child").read_text())).wait(5)
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from rollproof.drivers.vllm_process import started
+from rollproof.protocol import RolloutSpec
+
+async def run():
+    asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGKILL)
+    async with started(RolloutSpec(sys.argv[1], workdir=sys.argv[2]), sys.argv[3], 60, {}):
+        pass
+
+asyncio.run(run())
+"""
+
+
+def test_a_server_does_not_outlive_a_kit_that_is_killed(model_path: Path, tmp_path: Path):
+    python = interpreter(tmp_path, f"echo $$ > {tmp_path}/server; exec sleep 600")
+    kit = subprocess.run([sys.executable, "-c", KILLED, str(model_path), str(tmp_path), python], timeout=120)
+    assert kit.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "server").read_text())).wait(5)
 
 
 def test_options_replace_and_add_to_the_command_line(spec: RolloutSpec):

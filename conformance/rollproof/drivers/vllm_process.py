@@ -12,8 +12,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,9 @@ async def started(
     """
     server = _launch(spec, python, options)
     try:
-        await _ready(server, seconds)
-        yield server
+        with _ended_with_this(server.process):
+            await _ready(server, seconds)
+            yield server
     finally:
         await asyncio.to_thread(_stop, server.process)
 
@@ -165,6 +166,19 @@ async def _ready(server: Server, seconds: float) -> None:
     raise ServerError(
         f"vLLM's server was not ready within {seconds:g} s (start_seconds=... allows more). {server.tail()}"
     )
+
+
+@contextmanager
+def _ended_with_this(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Have the process's group end if this process dies before the context does, killed or not."""
+    watch = ["sh", "-c", 'read -r _; kill -s TERM -- "-$0"', str(process.pid)]
+    # It waits for the end of a pipe that this process alone holds open.
+    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.communicate()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
