@@ -103,7 +103,7 @@ class _Search:
         whole = [self._fit(Mixed(((version, 0),))) for version in self._chain]
         found = list(whole)
         for recomputed in (False, True):
-            if recomputed and any(self._allowed(fit) for fit in found):
+            if recomputed and any(self._tolerance.allows(fit.off) for fit in found):
                 break  # a large model's search is long
             # One that waited for its turn may have begun with a version that came later, and a mix may
             # have gone on for some tokens before its KV was computed anew.
@@ -123,11 +123,6 @@ class _Search:
         windows = rms(off.unfold(0, min(_WINDOW, len(off)), 1))
         wrong = (~(windows <= 2 * self._tolerance.completion)).nonzero()
         return _Fit(mix, off, int(wrong[0]) if len(wrong) else len(off))
-
-    def _allowed(self, fit: _Fit) -> bool:
-        """Whether a completion this far off passes."""
-        within = rms(fit.off).item() <= self._tolerance.completion
-        return within and bool((fit.off.abs() <= self._tolerance.token).all())
 
     def _settled(self, fit: _Fit, n_tokens: int) -> bool:
         """Whether so many tokens are explained, and no worse than usual noise would have it."""

@@ -56,6 +56,10 @@ class Tolerance:
             samples=flat.numel(),
         )
 
+    def allows(self, off: torch.Tensor) -> bool:
+        """Whether a completion's logprobs may be this far off, [T]."""
+        return rms(off).item() <= self.completion and bool((off.abs() <= self.token).all())
+
     def or_wider(self, other: Tolerance) -> Tolerance:
         """What both allow."""
         return Tolerance(*map(max, astuple(self), astuple(other)))
@@ -160,13 +164,9 @@ def _logprob_failure(item: Scored, tolerance: Tolerance) -> str:
         return ""
     if not bool(torch.isfinite(item.observed).all()):
         return f"its logprobs are not all finite: {item.observed.tolist()}"
-    distances = {version: _distance(item, version) for version in item.scores}
-    worst = {version: (item.observed - item.scores[version].logprobs).abs() for version in item.admitted}
-    if any(
-        distances[v] <= tolerance.completion and bool((worst[v] <= tolerance.token).all())
-        for v in item.admitted
-    ):
+    if any(tolerance.allows(item.observed - item.scores[version].logprobs) for version in item.admitted):
         return ""
+    distances = {version: _distance(item, version) for version in item.scores}
     expected, nearest = item.expected, min(distances, key=lambda v: distances[v])
     wanted = f"expected {item.called(expected)}"
     if nearest != expected and distances[nearest] <= tolerance.completion:
@@ -175,10 +175,11 @@ def _logprob_failure(item: Scored, tolerance: Tolerance) -> str:
             f"from it and {distances[expected]:.2g} from {item.called(expected)} (allowed "
             f"{tolerance.completion:.2g})"
         )
-    token = int(worst[expected].argmax())
+    off = (item.observed - item.scores[expected].logprobs).abs()
+    token = int(off.argmax())
     return (
         f"{wanted}; these logprobs are {distances[expected]:.2g} nats from it (allowed "
-        f"{tolerance.completion:.2g}), at worst {worst[expected][token]:.2g} at token {token} (allowed "
+        f"{tolerance.completion:.2g}), at worst {off[token]:.2g} at token {token} (allowed "
         f"{tolerance.token:.2g}), and no candidate's: the nearest is {item.called(nearest)} at "
         f"{distances[nearest]:.2g}"
     )
