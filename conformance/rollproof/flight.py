@@ -136,11 +136,11 @@ class _Search:
         """
         better = []
         latest = self._chain.index(fit.mix.parts[-1][0])
-        same = recomputed and len(fit.mix.parts) > 1
-        for index, version in list(enumerate(self._chain))[latest if same else latest + 1 :]:
+        next_up = latest if recomputed and len(fit.mix.parts) > 1 else latest + 1
+        for version in self._chain[next_up:]:
             for first in self._firsts(fit, recomputed):
                 token = max(0, first - self._last_prompt)
-                for mix in self._switches(fit.mix, version, first, recomputed, index == latest):
+                for mix in self._switches(fit.mix, version, first, recomputed):
                     found = self._fit(mix)
                     if found.explained <= fit.explained:
                         continue
@@ -151,18 +151,17 @@ class _Search:
                 better += self._refined(fit, version)
         return better
 
-    def _switches(
-        self, mix: Mixed, version: int, first: int, recomputed: bool, same: bool
-    ) -> Iterator[Mixed]:
+    @staticmethod
+    def _switches(mix: Mixed, version: int, first: int, recomputed: bool) -> Iterator[Mixed]:
         """A version from a position on: on the KV that is there, on KV computed anew, or first the one and
         so soon after it the other that no window lies between."""
         parts = (*mix.parts, (version, first))
-        if not same:
+        changes = version != mix.parts[-1][0]
+        if changes:
             yield Mixed(parts, mix.recomputed)
-        if not recomputed:
-            return
-        yield Mixed(parts, (*mix.recomputed, first))
-        if not same:
+        if recomputed:
+            yield Mixed(parts, (*mix.recomputed, first))
+        if recomputed and changes:
             for anew in range(first + 1, first + _WINDOW):
                 yield Mixed((*parts, (version, anew)), (*mix.recomputed, anew))
 
