@@ -13,7 +13,8 @@ from rollproof.models import make_adapter
 from rollproof.oracle import Oracle
 from rollproof.protocol import Adapter
 from rollproof_reference import AdapterError, RankError
-from rollproof_reference.check import ModelLayers, PlainAdapter, model_layers, plain_adapter
+from rollproof_reference.check import Checker, ModelLayers, layout, model_layers
+from rollproof_reference.plain import PlainAdapter, plain_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -27,7 +28,7 @@ def layers(model_path: Path) -> ModelLayers:
 @pytest.fixture
 def check(layers: ModelLayers):
     def run(adapter: Adapter, dtype: torch.dtype = torch.float32) -> PlainAdapter:
-        return plain_adapter(adapter, layers, SERVED, 24, dtype)
+        return plain_adapter(adapter, layout(adapter, layers, SERVED, 24, dtype))
 
     return run
 
@@ -116,7 +117,7 @@ def embedded(base_oracle: Oracle) -> Adapter:
 
 
 def test_an_embedding_is_served_where_the_engine_has_one(check, layers: ModelLayers, embedded: Adapter):
-    plain = plain_adapter(embedded, layers, (*SERVED, "embed_tokens"), 24, torch.float32)
+    plain = plain_adapter(embedded, layout(embedded, layers, (*SERVED, "embed_tokens"), 24, torch.float32))
     a, b = embedded.tensors
     assert (a, b) == tuple(plain.tensors)
     torch.testing.assert_close(plain.tensors[b], 2 * embedded.tensors[b])
@@ -132,7 +133,7 @@ def test_the_halves_of_an_embedding_have_names_of_their_own(
         (embedded, "lora_embedding_A", "lora_A.weight"),
     ):
         with pytest.raises(AdapterError, match="has no name of PEFT's form"):
-            plain_adapter(renamed(mine, old, new), layers, (), 24, torch.float32)
+            layout(renamed(mine, old, new), layers, (), 24, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,22 @@ def test_unsupported_configs_are_named(check, adapter: MakeAdapter, options, mes
         check(mine)
 
 
+def test_an_adapter_like_the_last_is_checked_again_where_it_differs(layers, adapter: MakeAdapter):
+    checker = Checker(layers, SERVED, 24, torch.float32)
+    first = checker.layout(adapter(1))
+    assert checker.layout(adapter(2)) is first
+    mine = adapter(3)
+    mine.config.lora_alpha *= 3
+    assert [p.scale / q.scale for p, q in zip(checker.layout(mine).parts, first.parts, strict=True)] == [
+        3
+    ] * 14
+    mine.config.use_dora = True  # the config that was checked last, changed since
+    with pytest.raises(AdapterError, match="DoRA"):
+        checker.layout(mine)
+    with pytest.raises(AdapterError, match="make it"):
+        checker.layout(with_tensor(adapter(4), Q, torch.zeros(8, 7)))
+
+
 def test_a_rank_above_the_maximum_names_it(check, adapter: MakeAdapter):
     with pytest.raises(RankError, match="rank 25 is above 24, .*start it with max_lora_rank=25 or more"):
         check(adapter(rank=25))
@@ -164,7 +181,7 @@ def test_a_rank_above_the_maximum_names_it(check, adapter: MakeAdapter):
 
 def test_a_module_that_the_engine_skips_is_refused(layers, adapter: MakeAdapter):
     with pytest.raises(AdapterError, match="puts no adapter on .*it does on q_proj"):
-        plain_adapter(adapter(), layers, ["q_proj"], 24, torch.float32)
+        layout(adapter(), layers, ["q_proj"], 24, torch.float32)
 
 
 def test_an_overflow_in_the_engines_dtype_is_refused(check, adapter: MakeAdapter):

@@ -38,7 +38,7 @@ async def rollout(
     request: pytest.FixtureRequest, running: AsyncRollout, spec: RolloutSpec
 ) -> AsyncIterator[AsyncRollout]:
     """A rollout of its own on the shared engine, with each strategy in turn."""
-    sync: Sync = DiskSync(spec.workdir) if request.param == "disk" else TensorSync()
+    sync: Sync[Any] = DiskSync(spec.workdir) if request.param == "disk" else TensorSync()
     own = AsyncRollout(running.engine, spec, sync, running.served)
     yield own
     await own.unload_adapter()
@@ -104,10 +104,10 @@ async def test_the_old_adapter_is_put_back_when_the_engine_fails(
     """What no check foresaw fails inside the engine, and the old version serves on."""
     oracle.add(adapter(1))
     await rollout.update_adapter(adapter(1))
-    plain = rollout._plain(adapter(2))
+    plain = rollout._prepare(adapter(2))
     name = next(name for name in plain.tensors if "down_proj.lora_B" in name)
     plain.tensors[name] = torch.zeros(999, 8)  # more rows than the engine's buffer has
-    monkeypatch.setattr(rollout, "_plain", lambda _: plain)
+    monkeypatch.setattr(rollout, "_prepare", lambda _: plain)
     with pytest.raises(Exception, match=r"size|shape|match"):
         await rollout.update_adapter(adapter(2))
     assert rollout.version == 1
@@ -152,7 +152,7 @@ class Held:
 
     name = "held"
 
-    def __init__(self, inner: Sync) -> None:
+    def __init__(self, inner: Sync[Any]) -> None:
         self.inner = inner
         self.started, self.go = asyncio.Event(), asyncio.Event()
 
@@ -161,11 +161,8 @@ class Held:
         await self.go.wait()
         return await self.inner.push(*args)
 
-    def unloaded(self) -> None:
-        self.inner.unloaded()
-
-    def close(self) -> None:
-        self.inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 async def test_an_update_cancelled_while_it_travels_is_applied_whole(
@@ -233,7 +230,7 @@ def test_the_disk_strategy_goes_where_there_is_room(
     running: AsyncRollout, spec: RolloutSpec, adapter: MakeAdapter, monkeypatch: pytest.MonkeyPatch
 ):
     sync = DiskSync(spec.workdir)
-    plain = AsyncRollout(running.engine, spec, sync, running.served)._plain(adapter(1))
+    plain = AsyncRollout(running.engine, spec, sync, running.served)._prepare(adapter(1))
     small = sync.next_folder(plain)
     free = {root: 0 if root == sync._roots[0] else 1 << 40 for root in sync._roots}
     monkeypatch.setattr(shutil, "disk_usage", lambda root: SimpleNamespace(free=free[root]))

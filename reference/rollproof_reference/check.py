@@ -1,7 +1,8 @@
-"""Checking an adapter whole before anything changes, and rewriting it in the plainest equal form.
+"""Checking how an adapter lies on the model, before anything changes.
 
-An engine that meets a tensor it can't place tends to skip it, so every name, shape, rank, dtype and
-number is compared here with the model's own modules first. Nothing here knows an engine.
+An engine that meets a tensor it can't place tends to skip it, so every name, shape, rank and dtype is
+compared here with the model's own modules first. The numbers are looked at where they are copied
+(``plain.py``, and what a strategy does of its own). Nothing here knows an engine.
 """
 
 from __future__ import annotations
@@ -50,29 +51,32 @@ class AdapterError(ValueError):
 
 
 @dataclass(frozen=True)
-class PlainAdapter:
-    """An adapter with one rank and a scale of exactly 1: each module's scale is inside its B.
+class Part:
+    """One module's pair: the names of A [rank, in] and B [out, rank], and the scale of their product."""
 
-    ``tensors`` holds PEFT's names; A is [rank of the module, in], B is [out, rank of the module],
-    all in the engine's dtype, contiguous and on the CPU, sharing no memory with the trainer's.
-    """
-
+    module: str
     rank: int
-    target_modules: tuple[str, ...]
-    tensors: dict[str, torch.Tensor]
+    scale: float
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an adapter lies on a model: all about it but its numbers, which are to be served in ``dtype``."""
+
+    parts: tuple[Part, ...]
+    dtype: torch.dtype
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The PEFT config that goes with the tensors (``adapter_config.json``)."""
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": self.rank,
-            "lora_alpha": self.rank,
-            "target_modules": list(self.target_modules),
-            "bias": "none",
-            "inference_mode": True,
-        }
+    def rank(self) -> int:
+        """The highest that a module has."""
+        return max(part.rank for part in self.parts)
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """The last name parts of the modules."""
+        return tuple(sorted({part.module.rpartition(".")[2] for part in self.parts}))
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,33 @@ def model_layers(model_path: str) -> ModelLayers:
     )
 
 
-def plain_adapter(
+class Checker:
+    """Checks the adapters of one rollout; one like the last is only compared with it."""
+
+    def __init__(
+        self, layers: ModelLayers, served: Collection[str], max_rank: int, dtype: torch.dtype
+    ) -> None:
+        self._layers, self._served, self._max_rank, self._dtype = layers, served, max_rank, dtype
+        self._last: tuple[Any, Any, Layout] | None = None
+
+    def layout(self, adapter: Adapter) -> Layout:
+        """How the adapter lies on the model. Raises AdapterError or RankError; tensors aren't read."""
+        form = [(name, tensor.shape, tensor.dtype) for name, tensor in adapter.tensors.items()]
+        if self._last is not None and self._last[0] == form and self._last[1] == adapter.config:
+            return self._last[2]
+        found = layout(adapter, self._layers, self._served, self._max_rank, self._dtype)
+        # The trainer may go on to change its config.
+        self._last = form, copy.deepcopy(adapter.config), found
+        return found
+
+
+def layout(
     adapter: Adapter, layers: ModelLayers, served: Collection[str], max_rank: int, dtype: torch.dtype
-) -> PlainAdapter:
-    """Check ``adapter`` against the model and rewrite it with its scales inside B.
+) -> Layout:
+    """Check an adapter's config and the form of its tensors against the model.
 
     ``served`` are the last name parts that the engine puts an adapter on (empty: unknown). Raises
-    AdapterError or RankError; the adapter's own tensors are only read.
+    AdapterError or RankError.
     """
     config = adapter.config
     _check_config(config)
@@ -128,15 +152,13 @@ def plain_adapter(
             f"rank {highest} is above {max_rank}, the highest this rollout was started for; "
             f"start it with max_lora_rank={highest} or more"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    parts = []
     for module, (rank, scale) in scales.items():
         n_in, n_out = layers.shapes[module]
-        for half, shape, factor in (("A", (rank, n_in), 1.0), ("B", (n_out, rank), scale)):
-            name, tensor = halves[module][half]
-            _check_tensor(name, half, tensor, shape)
-            tensors[name] = _cast(name, tensor.detach().to("cpu", torch.float32) * factor, dtype)
-    leaves = tuple(sorted({module.rpartition(".")[2] for module in halves}))
-    return PlainAdapter(highest, leaves, tensors)
+        for half, shape in (("A", (rank, n_in)), ("B", (n_out, rank))):
+            _check_form(*halves[module][half], half, shape)
+        parts.append(Part(module, rank, scale, halves[module]["A"][0], halves[module]["B"][0]))
+    return Layout(tuple(parts), dtype)
 
 
 def _check_config(config: LoraConfig) -> None:
@@ -236,7 +258,7 @@ def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
     return rank, scale
 
 
-def _check_tensor(name: str, half: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+def _check_form(name: str, tensor: torch.Tensor, half: str, shape: tuple[int, int]) -> None:
     if tuple(tensor.shape) != shape:
         layout = "[rank, in]" if half == "A" else "[out, rank]"
         raise AdapterError(
@@ -246,17 +268,3 @@ def _check_tensor(name: str, half: str, tensor: torch.Tensor, shape: tuple[int, 
     if tensor.dtype not in _DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise AdapterError(f"tensor {name!r} has the dtype {tensor.dtype}; allowed: {allowed}")
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise AdapterError(f"tensor {name!r} has {bad} of {tensor.numel()} values that are NaN or infinite")
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # A tensor that needs no cast would still share the trainer's memory.
-    cast = tensor.to(dtype, copy=True).contiguous()
-    if not bool(torch.isfinite(cast).all()):
-        raise AdapterError(
-            f"tensor {name!r} overflows in {dtype}: its largest value with the "
-            f"scale is {tensor.abs().max().item():.3g}"
-        )
-    return cast

@@ -37,7 +37,7 @@ from rollproof.protocol import (
     RolloutSpec,
 )
 
-from .check import AdapterError, model_layers, plain_adapter
+from .check import AdapterError, Checker, model_layers
 from .engine import can_sleep, describe
 from .sampling import (
     ROUTES,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from .check import PlainAdapter
     from .sync import Sync
 
 _T = TypeVar("_T")
@@ -93,19 +92,19 @@ class AsyncRollout:
     lora_name = "rollproof-policy"
     lora_int_id = 1
 
-    def __init__(self, engine: AsyncLLM, spec: RolloutSpec, sync: Sync, served: list[str]) -> None:
+    def __init__(self, engine: AsyncLLM, spec: RolloutSpec, sync: Sync[Any], served: list[str]) -> None:
         self.engine = engine
         self.spec = spec
         self.sync = sync
         self.details = describe(engine) | {"sync": sync.name}
         self.version: int | None = None
         self._layers = model_layers(spec.model_path)
+        self._checker = Checker(self._layers, served, spec.max_lora_rank, getattr(torch, spec.dtype))
         self.served = served
         self._asleep = 0
         self.capabilities = type(self).capabilities | {_ENDS[name] for name in _ENDS if name in served}
         if can_sleep(engine):
             self.capabilities |= {Capability.SLEEP}
-        self._digest = ""
         self._rank: int | None = None
         self._path: str | None = None
         self._life = uuid.uuid4().hex[:8]
@@ -146,11 +145,13 @@ class AsyncRollout:
         """
         async with self._updating:
             self._check_open()
-            digest = await asyncio.to_thread(adapter.digest)
-            if not self._is_new(adapter.version, digest):
-                return
-            plain = await asyncio.to_thread(self._plain, adapter)
-            await _to_the_end(self._commit(adapter.version, digest, plain))
+            # A thread keeps the loop free for requests, and costs more than a fast strategy takes.
+            if self.sync.in_thread:
+                prepared = await asyncio.to_thread(self._prepare, adapter)
+            else:
+                prepared = self._prepare(adapter)
+            if self._is_new(adapter.version, prepared):
+                await _to_the_end(self._commit(adapter.version, prepared))
 
     async def unload_adapter(self) -> None:
         """Drop the adapter: afterwards the rollout samples the base model, as before the first update.
@@ -160,7 +161,7 @@ class AsyncRollout:
         async with self._updating:
             self._check_open()
             self._check_idle()
-            self.version, self._digest, self._rank, self._path = None, "", None, None
+            self.version, self._rank, self._path = None, None, None
             self._epoch += 1
             await _to_the_end(self.engine.remove_lora(self.lora_int_id))
             self.sync.unloaded()
@@ -268,29 +269,29 @@ class AsyncRollout:
         """Never equal to the adapter's name: vLLM before 0.32 keeps both untagged in one cache key."""
         return f"rollproof-{self._life}-{self._epoch}"
 
-    def _is_new(self, version: int, digest: str) -> bool:
+    def _is_new(self, version: int, prepared: Any) -> bool:
         if self.version is None or version > self.version:
             return True
         if version < self.version:
             raise AdapterError(f"version {version} came after version {self.version}; versions never shrink")
-        if digest != self._digest:
+        if not self.sync.holds(prepared):
             raise AdapterError(
                 f"version {version} came again with other tensors or another config; "
                 "give a changed adapter a higher version"
             )
         return False
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        dtype = getattr(torch, self.spec.dtype)
-        return plain_adapter(adapter, self._layers, self.served, self.spec.max_lora_rank, dtype)
+    def _prepare(self, adapter: Adapter) -> Any:
+        """Check an adapter whole and copy its numbers, in the strategy's own form."""
+        return self.sync.prepare(adapter, self._checker.layout(adapter))
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, prepared: Any) -> None:
         try:
-            path = await self.sync.push(self.engine, self.lora_name, self.lora_int_id, plain)
+            path = await self.sync.push(self.engine, self.lora_name, self.lora_int_id, prepared)
         finally:
             # Also after an error: whatever KV was computed meanwhile is nobody's any more.
             self._epoch += 1
-        self.version, self._digest, self._rank, self._path = version, digest, plain.rank, path
+        self.version, self._rank, self._path = version, prepared.rank, path
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollproof.protocol import RolloutSpec
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
     from rollproof_reference.sync import Sync
 
 
@@ -59,31 +59,31 @@ class TrustsTheCheckpoint(AsyncRollout):
 
     _began = False
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         resumed, self._began = version >= 1000 and not self._began, True
         if resumed:
-            self.version, self._digest = version, digest
+            self.version = version
         else:
-            await super()._commit(version, digest, plain)
+            await super()._commit(version, plain)
 
 
 class SkipsZero(AsyncRollout):
     """Takes an adapter without effect for one that needs no loading, and serves the last one on."""
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         if self._path and not any(t.any() for name, t in plain.tensors.items() if ".lora_B." in name):
-            self.version, self._digest = version, digest
+            self.version = version
         else:
-            await super()._commit(version, digest, plain)
+            await super()._commit(version, plain)
 
 
 class RefusesTheSame(AsyncRollout):
     """Holds a new version with the old tensors for a trainer's mistake, and refuses it."""
 
-    def _is_new(self, version: int, digest: str) -> bool:
-        if version != self.version and digest == self._digest:
+    def _is_new(self, version: int, prepared: object) -> bool:
+        if version != self.version and self.sync.holds(prepared):
             raise ValueError(f"version {version} has the tensors of version {self.version}")
-        return super()._is_new(version, digest)
+        return super()._is_new(version, prepared)
 
 
 class UnloadsTheListAlone(AsyncRollout):
@@ -109,8 +109,8 @@ class KeepsACopy(AsyncRollout):
         super().__init__(engine, spec, sync, served)
         self._kept: list[PlainAdapter] = []
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await super()._commit(version, digest, plain)
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
+        await super()._commit(version, plain)
         self._kept.append(plain)
 
 
@@ -119,11 +119,11 @@ class ScalesAgain(AsyncRollout):
 
     _staged: tuple[int, dict[str, torch.Tensor]] = (0, {})
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         version, tensors = self._staged
         if version == adapter.version:
             adapter = replace(adapter, tensors=tensors)
-        plain = super()._plain(adapter)
+        plain = super()._prepare(adapter)
         self._staged = adapter.version, plain.tensors
         return plain
 
@@ -144,8 +144,8 @@ class LoadsForEachRequest(AsyncRollout):
 class FillsUpWithZeros(AsyncRollout):
     """Sends a zero for every module that the adapter leaves out, in the shape of one that it has."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         tensors = dict(plain.tensors)
         dtype = getattr(torch, self.spec.dtype)
         for module, (n_in, n_out) in self._layers.shapes.items():

@@ -11,7 +11,7 @@ from rollproof.protocol import Adapter, Capability, Completion, GenerateRequest
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 _POLICY = frozenset({Capability.CONTINUE_MIXED})
 
@@ -34,17 +34,17 @@ class BaseWhileUpdating(AsyncRollout):
     def _lora_request(self) -> LoRARequest | None:
         return None if self._updating.locked() else super()._lora_request()
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await asyncio.sleep(0.1)
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class RemovesUnderRequests(AsyncRollout):
     """Drops what runs when an adapter is replaced, and answers with what was there (SkyRL#2129)."""
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await self.engine.abort(list(self._running))
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class CancelsThemAll(AsyncRollout):
@@ -64,8 +64,8 @@ class ResetsWhileBusy(AsyncRollout):
     def _cache_salt(self) -> str | None:
         return "policy"
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await super()._commit(version, digest, plain)
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
+        await super()._commit(version, plain)
         await self.engine.reset_prefix_cache()  # nobody looks at what it returns
 
 
@@ -124,9 +124,9 @@ class FinishesOnOld(AsyncRollout):
             async with self._idle:
                 self._idle.notify_all()
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await self._drained()
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
     async def _drained(self) -> None:
         async with self._idle:

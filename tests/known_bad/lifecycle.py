@@ -14,7 +14,7 @@ from rollproof_reference import AsyncRollout
 from .case import bad
 
 if TYPE_CHECKING:
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 
 class AppliesLater(AsyncRollout):
@@ -23,7 +23,7 @@ class AppliesLater(AsyncRollout):
     _queued: Adapter | None = None
 
     async def update_adapter(self, adapter: Adapter) -> None:
-        self._plain(adapter)
+        self._prepare(adapter)
         self._queued = adapter
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -70,10 +70,10 @@ class LosesEveryThird(AsyncRollout):
 class RefusesARepeat(AsyncRollout):
     """Raises where the version that serves is sent again unchanged (dynamo#4769)."""
 
-    def _is_new(self, version: int, digest: str) -> bool:
+    def _is_new(self, version: int, prepared: object) -> bool:
         if version == self.version:
             raise ValueError(f"version {version} is loaded already")
-        return super()._is_new(version, digest)
+        return super()._is_new(version, prepared)
 
 
 class DropsWhileBusy(AsyncRollout):
@@ -96,9 +96,9 @@ class RefusesWhileBusy(AsyncRollout):
 class RenamesItself(AsyncRollout):
     """Declares a stable id, keeps the number and changes the name (prime-rl#3062)."""
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         self.lora_name = f"policy-{version}"
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class ListsNothing(AsyncRollout):
@@ -111,49 +111,49 @@ class ListsNothing(AsyncRollout):
 class RefusesRankOne(AsyncRollout):
     """Takes the ranks of a list that begins at 2 (prime-rl#1408)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         if adapter.config.r == 1:
             raise ValueError("rank 1 is not supported")
-        return super()._plain(adapter)
+        return super()._prepare(adapter)
 
 
 class RefusesTheHighestRank(AsyncRollout):
     """Compares a rank with the maximum as if it were one too many (vllm-omni#1397)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         if adapter.config.r >= self.spec.max_lora_rank:
             raise ValueError(f"rank {adapter.config.r} is too large")
-        return super()._plain(adapter)
+        return super()._prepare(adapter)
 
 
 class CutsHighRanks(AsyncRollout):
     """Cuts a rank above the maximum down to it, and reports success."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         most = self.spec.max_lora_rank
         if adapter.config.r <= most:
-            return super()._plain(adapter)
+            return super()._prepare(adapter)
         config = type(adapter.config)(
             r=most,
             lora_alpha=adapter.config.lora_alpha * most / adapter.config.r,
             target_modules=adapter.config.target_modules,
         )
         cut = {n: t[:most] if ".lora_A." in n else t[:, :most] for n, t in adapter.tensors.items()}
-        return super()._plain(Adapter(adapter.version, config, cut))
+        return super()._prepare(Adapter(adapter.version, config, cut))
 
 
 class CleansNan(AsyncRollout):
     """Replaces what is not finite by numbers and goes on."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         clean = {name: torch.nan_to_num(tensor, posinf=0.0) for name, tensor in adapter.tensors.items()}
-        return super()._plain(replace(adapter, tensors=clean))
+        return super()._prepare(replace(adapter, tensors=clean))
 
 
 class AppliesTheGoodHalf(AsyncRollout):
     """Serves the modules of an update that came whole, and zeros for one that lost a half (prime-rl#1388)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         names = [f"{name.split('.lora_')[0]}.lora_{half}.weight" for name in adapter.tensors for half in "AB"]
         filled = dict(adapter.tensors)
         for name in names:
@@ -162,7 +162,7 @@ class AppliesTheGoodHalf(AsyncRollout):
                 n_in, n_out = self._layers.shapes[module]
                 rank = adapter.config.r
                 filled[name] = torch.zeros((rank, n_in) if ".lora_A." in name else (n_out, rank))
-        return super()._plain(replace(adapter, tensors=filled))
+        return super()._prepare(replace(adapter, tensors=filled))
 
 
 class RemovesBeforeItChecks(AsyncRollout):

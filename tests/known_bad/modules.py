@@ -9,28 +9,28 @@ from rollproof.protocol import Adapter
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 
 class VInTheSlotOfK(AsyncRollout):
     """Fills the slots of q, k and v in order, so that v takes k's where there is no k (unsloth-zoo#941)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        return _moved(super()._plain(adapter), "v_proj", "k_proj")
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        return _moved(super()._prepare(adapter), "v_proj", "k_proj")
 
 
 class UpInTheSlotOfGate(AsyncRollout):
     """Picks slices by their index among those that came, so that up alone is gate (verl#7453)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        return _moved(super()._plain(adapter), "up_proj", "gate_proj")
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        return _moved(super()._prepare(adapter), "up_proj", "gate_proj")
 
 
 class LosesTheEnds(AsyncRollout):
     """Takes adapters on the embedding and the output layer, and serves neither (experiential#299)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         for name, tensor in plain.tensors.items():
             if "embed_tokens" in name or "lm_head" in name:
                 tensor.zero_()

@@ -14,7 +14,7 @@ from rollproof_reference import AsyncRollout
 from .case import bad
 
 if TYPE_CHECKING:
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -22,10 +22,10 @@ Tensors = dict[str, torch.Tensor]
 class AlphaIsTheScale(AsyncRollout):
     """Multiplies by alpha without dividing by the rank (verl#6380)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         config = copy.deepcopy(adapter.config)
         config.lora_alpha *= config.r
-        return super()._plain(replace(adapter, config=config))
+        return super()._prepare(replace(adapter, config=config))
 
 
 class FirstScaleForEver(AsyncRollout):
@@ -33,18 +33,18 @@ class FirstScaleForEver(AsyncRollout):
 
     _ratio: float | None = None
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         config = copy.deepcopy(adapter.config)
         self._ratio = self._ratio or config.lora_alpha / config.r
         config.lora_alpha = self._ratio * config.r
-        return super()._plain(replace(adapter, config=config))
+        return super()._prepare(replace(adapter, config=config))
 
 
 class OffByTwoPercent(AsyncRollout):
     """Has a scale of its own for rsLoRA, 2 % too large: less than bfloat16 noise on any one token."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         by = 1.02 if adapter.config.use_rslora else 1.0
         return replace(plain, tensors={n: t * by if ".lora_B." in n else t for n, t in plain.tensors.items()})
 
@@ -52,8 +52,8 @@ class OffByTwoPercent(AsyncRollout):
 class ScalesAReloadTwice(AsyncRollout):
     """Scales B once more on each load after the first (SkyRL#2250)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         if self.version is None:
             return plain
         scale = adapter.config.lora_alpha / adapter.config.r
@@ -67,8 +67,8 @@ class AddsToTheLast(AsyncRollout):
 
     _last: Tensors | None = None
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         last, self._last = self._last, plain.tensors
         if last is None or last.keys() != plain.tensors.keys():
             return plain
@@ -81,8 +81,8 @@ class MixesHalves(AsyncRollout):
 
     _last: Tensors | None = None
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         last, self._last = self._last or {}, plain.tensors
         stale = {
             name: last[name]
@@ -97,8 +97,8 @@ class PadsWithOldRows(AsyncRollout):
 
     _last: Tensors | None = None
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         last, self._last = self._last or {}, plain.tensors
         tensors = {name: _padded(name, t, last.get(name, t)) for name, t in plain.tensors.items()}
         return replace(plain, rank=max(min(t.shape) for t in tensors.values()), tensors=tensors)
@@ -115,9 +115,9 @@ class RoundsToBfloat16(AsyncRollout):
 
     way = torch.bfloat16
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         rounded = {name: tensor.to(self.way).to(tensor.dtype) for name, tensor in adapter.tensors.items()}
-        return super()._plain(replace(adapter, tensors=rounded))
+        return super()._prepare(replace(adapter, tensors=rounded))
 
 
 class RoundsToFloat16(RoundsToBfloat16):
@@ -130,8 +130,8 @@ class _Leaves(AsyncRollout):
     def _left_out(self, name: str) -> bool:
         raise NotImplementedError
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         tensors = {n: torch.zeros_like(t) if self._left_out(n) else t for n, t in plain.tensors.items()}
         return replace(plain, tensors=tensors)
 
@@ -153,8 +153,8 @@ class LeavesOutOProj(_Leaves):
 class HalfOfTheHeads(AsyncRollout):
     """Fills q's heads on the first of two shards alone (vllm#21471)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         for name, tensor in plain.tensors.items():
             if ".q_proj.lora_B." in name:
                 tensor[len(tensor) // 2 :] = 0
@@ -164,8 +164,8 @@ class HalfOfTheHeads(AsyncRollout):
 class PacksWholeGroupsOnly(AsyncRollout):
     """Packs q, k and v together, and drops them where not all three came (vllm#41754)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         packed = ("q_proj", "k_proj", "v_proj")
         if not 0 < len(set(packed) & set(plain.target_modules)) < len(packed):
             return plain
@@ -179,8 +179,8 @@ class PacksWholeGroupsOnly(AsyncRollout):
 class CountsLayersFromTheFirst(AsyncRollout):
     """Numbers the layers that an adapter has, not those of the model (AReaL#1145)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         if any(".layers.0." in name for name in plain.tensors):
             return plain
         return replace(

@@ -12,7 +12,7 @@ import torch
 
 from rollproof.protocol import Adapter, Capability, Completion, GenerateRequest, LoadedAdapter
 from rollproof_reference import AsyncRollout
-from rollproof_reference.check import PlainAdapter
+from rollproof_reference.plain import PlainAdapter
 from rollproof_reference.sync.tensors import TensorSync
 
 from .case import bad
@@ -53,12 +53,12 @@ class VersionedIds(FinishesOnOld):
             raise RuntimeError("no adapter yet")
         return await super().generate(request)
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await self._drained()
         await self.engine.remove_lora(self.lora_int_id)
         self.lora_int_id += 1
         self.lora_name = f"policy-{self.lora_int_id}"
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class FewAtATime(AsyncRollout):
@@ -129,9 +129,9 @@ class Placeholder(AsyncRollout):
 class UnloadsFirst(AsyncRollout):
     """Removes the old adapter before it adds the new one, both while nobody asks."""
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await self.engine.remove_lora(self.lora_int_id)
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class ClearsTheCache(AsyncRollout):
@@ -140,8 +140,8 @@ class ClearsTheCache(AsyncRollout):
     def _cache_salt(self) -> str | None:
         return None
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await super()._commit(version, digest, plain)
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
+        await super()._commit(version, plain)
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("the prefix cache is in use")
 

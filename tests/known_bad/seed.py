@@ -20,7 +20,7 @@ from .flight import FinishesOnOld
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 VERSIONED = AsyncRollout.capabilities - {Capability.STABLE_ID} | {Capability.VERSIONED_ID}
 
@@ -35,12 +35,12 @@ class SamplesBase(AsyncRollout):
 class RandomId(FinishesOnOld):
     """Declares one id for life and draws another from the clock at every update (verl#3821)."""
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         await self._drained()
         await self.engine.remove_lora(self.lora_int_id)
         self.lora_int_id = time.time_ns() % 0x7FFFFFFF
         self.lora_name = str(self.lora_int_id)
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class KeepsOld(AsyncRollout):
@@ -50,11 +50,11 @@ class KeepsOld(AsyncRollout):
     capabilities = VERSIONED - {Capability.UNLOAD, Capability.CONTINUE_MIXED} | {Capability.FINISH_ON_OLD}
     kept = 8
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         self.lora_int_id += 1
         self.lora_name = f"policy-{self.lora_int_id}"
         await self.engine.remove_lora(max(1, self.lora_int_id - self.kept))
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class NeverRemoves(DiskSync):
@@ -99,9 +99,9 @@ class ReusesAnId(AsyncRollout):
 
     capabilities = VERSIONED
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
         self.lora_name = f"policy-{version}"
-        await super()._commit(version, digest, plain)
+        await super()._commit(version, plain)
 
 
 class LeaksSlowly(AsyncRollout):
@@ -110,8 +110,8 @@ class LeaksSlowly(AsyncRollout):
     capabilities = AsyncRollout.capabilities - {Capability.UNLOAD}
     _updates = 0
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await super()._commit(version, digest, plain)
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
+        await super()._commit(version, plain)
         self._updates += 1
         if self._updates == 25:
             await self.engine.add_lora(LoRARequest("copy", 99, str(self._path)))

@@ -12,7 +12,7 @@ from rollproof.protocol import Adapter, Completion, GenerateRequest
 from rollproof_reference import AsyncRollout
 
 if TYPE_CHECKING:
-    from rollproof_reference.check import PlainAdapter
+    from rollproof_reference.plain import PlainAdapter
 
 
 class KeepsAbsentModules(AsyncRollout):
@@ -20,8 +20,8 @@ class KeepsAbsentModules(AsyncRollout):
 
     _last: PlainAdapter | None = None
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         if self._last is not None:
             tensors = self._last.tensors | plain.tensors
             leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
@@ -34,17 +34,17 @@ class KeepsAbsentModules(AsyncRollout):
 class DropsRsLora(AsyncRollout):
     """Scales by alpha / r also where the config says alpha / sqrt(r) (vllm#6909)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         config = copy.deepcopy(adapter.config)
         config.use_rslora = False
-        return super()._plain(replace(adapter, config=config))
+        return super()._prepare(replace(adapter, config=config))
 
 
 class IgnoresPatterns(AsyncRollout):
     """Gives every module the scale of the config's r and lora_alpha, as vLLM 0.25 does."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         config = adapter.config
         for name, tensor in plain.tensors.items():
             if ".lora_B." in name and (config.rank_pattern or config.alpha_pattern):
@@ -57,8 +57,8 @@ class IgnoresPatterns(AsyncRollout):
 class ScalesTheTrainers(AsyncRollout):
     """Folds the scale into the trainer's own B (unsloth-zoo#941)."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         for name, tensor in adapter.tensors.items():
             tensor.copy_(plain.tensors[name])
         return plain
@@ -69,18 +69,18 @@ class ReadsLate(AsyncRollout):
 
     _late: Adapter | None = None
 
-    async def _commit(self, version: int, digest: str, plain: PlainAdapter) -> None:
-        await super()._commit(version, digest, plain)
+    async def _commit(self, version: int, plain: PlainAdapter) -> None:
+        await super()._commit(version, plain)
         self._late = self._checked
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
         self._checked = adapter
-        return super()._plain(adapter)
+        return super()._prepare(adapter)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if self._late is not None:
             late, self._late = self._late, None
-            await super()._commit(late.version, "", super()._plain(late))
+            await super()._commit(late.version, super()._prepare(late))
         return await super().generate(request)
 
     async def unload_adapter(self) -> None:
@@ -114,7 +114,7 @@ class SwallowsErrors(AsyncRollout):
 class TakesAVersionTwice(AsyncRollout):
     """Serves other tensors under a version that was already served."""
 
-    def _is_new(self, version: int, digest: str) -> bool:
+    def _is_new(self, version: int, prepared: object) -> bool:
         return self.version is None or version >= self.version
 
 
@@ -124,13 +124,13 @@ class Races(AsyncRollout):
     _beside = 0
 
     async def update_adapter(self, adapter: Adapter) -> None:
-        if not self._is_new(adapter.version, adapter.digest()):
+        plain = self._prepare(adapter)
+        if not self._is_new(adapter.version, plain):
             return
-        plain = self._plain(adapter)
         self._beside += 1
         try:
             await asyncio.sleep(0.3 if self._beside == 1 else 0.0)
-            await self._commit(adapter.version, adapter.digest(), plain)
+            await self._commit(adapter.version, plain)
         finally:
             self._beside -= 1
 
@@ -138,8 +138,8 @@ class Races(AsyncRollout):
 class CutsOddRanks(AsyncRollout):
     """Serves a rank that the engine has no size for by cutting it to the next lower one."""
 
-    def _plain(self, adapter: Adapter) -> PlainAdapter:
-        plain = super()._plain(adapter)
+    def _prepare(self, adapter: Adapter) -> PlainAdapter:
+        plain = super()._prepare(adapter)
         kept = max(size for size in (1, 8, 16) if size <= plain.rank)
         if adapter.config.rank_pattern or kept == plain.rank:
             return plain

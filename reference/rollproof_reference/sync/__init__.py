@@ -6,20 +6,47 @@ path that requests carry. It knows nothing of versions, requests or KV: that is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ..check import PlainAdapter
+    from rollproof.protocol import Adapter
+
+    from ..check import Layout
 
 
-class Sync(Protocol):
+class Prepared(Protocol):
+    """An adapter that was checked whole and copied, ready to be pushed."""
+
+    @property
+    def rank(self) -> int:
+        """The highest that a module has."""
+        ...
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class Sync(Protocol[P]):
     """A way to bring an adapter's weights into the engine."""
 
     name: str
+    in_thread: bool
+    """Whether ``prepare`` takes long, and so has to run beside the event loop."""
 
-    async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
+    def prepare(self, adapter: Adapter, layout: Layout) -> P:
+        """Copy the adapter's numbers and check them: what was pushed last still serves, whatever comes of it.
+
+        Afterwards the adapter's own tensors aren't needed any more. Raises AdapterError.
+        """
+        ...
+
+    def holds(self, prepared: P) -> bool:
+        """Whether this is, number for number, what was pushed last."""
+        ...
+
+    async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: P) -> str:
         """Replace the weights under ``int_id``; return the ``lora_path`` for requests."""
         ...
 

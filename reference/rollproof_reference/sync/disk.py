@@ -10,21 +10,28 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
+
+from ..plain import plain_adapter
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ..check import PlainAdapter
+    from rollproof.protocol import Adapter
+
+    from ..check import Layout
+    from ..plain import PlainAdapter
 
 _TMPFS = Path("/dev/shm")
+_TENSORS = "adapter_model.safetensors"
 
 
 class DiskSync:
     """Writes each adapter to a new folder: on tmpfs where it has room for two, else in ``workdir``."""
 
     name = "disk"
+    in_thread = True
 
     def __init__(self, workdir: str) -> None:
         self._roots = [Path(tempfile.mkdtemp(prefix="rollproof-", dir=workdir))]
@@ -33,11 +40,24 @@ class DiskSync:
         self._count = 0
         self._current: Path | None = None
 
-    async def push(self, engine: AsyncLLM, name: str, int_id: int, adapter: PlainAdapter) -> str:
+    def prepare(self, adapter: Adapter, layout: Layout) -> PlainAdapter:
+        """Copy the numbers to the host."""
+        return plain_adapter(adapter, layout)
+
+    def holds(self, prepared: PlainAdapter) -> bool:
+        """Compare with the folder."""
+        if self._current is None:
+            return False
+        written = load_file(self._current / _TENSORS)
+        return written.keys() == prepared.tensors.keys() and all(
+            tensor.equal(written[name]) for name, tensor in prepared.tensors.items()
+        )
+
+    async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: PlainAdapter) -> str:
         """Write the folder, have vLLM load it in place, and delete the one before it."""
-        folder = self.next_folder(adapter)
+        folder = self.next_folder(prepared)
         try:
-            await asyncio.to_thread(write_folder, folder, adapter)
+            await asyncio.to_thread(write_folder, folder, prepared)
             await _load(engine, name, int_id, folder)
         except Exception:
             # vLLM may have removed the old adapter before it failed on the new one.
@@ -83,5 +103,5 @@ async def _load(engine: AsyncLLM, name: str, int_id: int, folder: Path) -> None:
 def write_folder(folder: Path, adapter: PlainAdapter) -> None:
     """Write an adapter as a PEFT folder, which must not exist yet."""
     folder.mkdir()
-    save_file(adapter.tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(adapter.tensors, folder / _TENSORS, metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(adapter.config))
