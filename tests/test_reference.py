@@ -21,6 +21,8 @@ from rollproof.judge import rms
 from rollproof.oracle import Oracle, Sample
 from rollproof.protocol import Adapter, Completion, GenerateRequest, RolloutSpec
 from rollproof_reference import AdapterError, AsyncRollout, RolloutClosedError, make, start_engine
+from rollproof_reference.plain import PlainAdapter
+from rollproof_reference.start import SYNCS, strategy_for
 from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
@@ -33,16 +35,20 @@ def oracle(model_path: Path, spec: RolloutSpec) -> Oracle:
     return Oracle(model_path, getattr(torch, spec.dtype))
 
 
-@pytest_asyncio.fixture(loop_scope="session", params=["disk", "tensors"])
+@pytest_asyncio.fixture(loop_scope="session", params=SYNCS)
 async def rollout(
     request: pytest.FixtureRequest, running: AsyncRollout, spec: RolloutSpec
 ) -> AsyncIterator[AsyncRollout]:
     """A rollout of its own on the shared engine, with each strategy in turn."""
-    sync: Sync[Any] = DiskSync(spec.workdir) if request.param == "disk" else TensorSync()
+    sync = strategy_for(request.param, spec, await described(running))
     own = AsyncRollout(running.engine, spec, sync, running.served)
     yield own
     await own.unload_adapter()
     sync.close()
+
+
+async def described(running: AsyncRollout) -> dict[str, Any]:
+    return dict((await running.engine.collective_rpc("rollproof_describe"))[0])
 
 
 def nearest(oracle: Oracle, completion: Completion) -> int:
@@ -104,11 +110,15 @@ async def test_the_old_adapter_is_put_back_when_the_engine_fails(
     """What no check foresaw fails inside the engine, and the old version serves on."""
     oracle.add(adapter(1))
     await rollout.update_adapter(adapter(1))
-    plain = rollout._prepare(adapter(2))
-    name = next(name for name in plain.tensors if "down_proj.lora_B" in name)
-    plain.tensors[name] = torch.zeros(999, 8)  # more rows than the engine's buffer has
-    monkeypatch.setattr(rollout, "_prepare", lambda _: plain)
-    with pytest.raises(Exception, match=r"size|shape|match"):
+    prepared = rollout._prepare(adapter(2, target_modules=["down_proj"]))
+    if isinstance(prepared, PlainAdapter):
+        name = next(name for name in prepared.tensors if "down_proj.lora_B" in name)
+        prepared.tensors[name] = torch.zeros(999, 8)  # more rows than the engine's buffer has
+    else:
+        name, first, rows, columns = prepared.arena.places[-1]
+        prepared.arena.places[-1] = (name, first, rows // 2, columns * 2)
+    monkeypatch.setattr(rollout, "_prepare", lambda _: prepared)
+    with pytest.raises(Exception, match=r"size|shape|match|can't be copied into"):
         await rollout.update_adapter(adapter(2))
     assert rollout.version == 1
     assert nearest(oracle, await rollout.generate(REQUEST)) == 1
@@ -295,6 +305,6 @@ def test_a_missing_model_folder_is_named(spec: RolloutSpec):
 
 
 async def test_an_unknown_strategy_is_refused_before_the_engine_starts(spec: RolloutSpec):
-    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors"):
+    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors, arena"):
         async with make(spec, sync="telepathy"):
             pass

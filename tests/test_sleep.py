@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from conftest import MakeAdapter
 from rollproof.protocol import GenerateRequest, RolloutSpec
 from rollproof_reference import AsyncRollout, start_engine
+from rollproof_reference.start import SYNCS, strategy_for
 from rollproof_reference.sync import Sync
-from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's engine sleeps")
@@ -18,18 +20,19 @@ REQUEST = GenerateRequest(tuple(range(7, 47)), 12)
 BASE = GenerateRequest(tuple(range(8, 48)), 12, adapter=False)
 
 
-@pytest.mark.parametrize("worker", ["Forgetful", "Older"])
-async def test_lost_weights_are_read_again(worker: str, spec: RolloutSpec, adapter: MakeAdapter):
-    engine = start_engine(spec, worker_extension_cls=f"sleeping.{worker}", enable_prefix_caching=False)
-    served = (await engine.collective_rpc("rollproof_describe"))[0]["served"]
+@pytest.mark.parametrize("extension", ["Forgetful", "Older"])
+async def test_lost_weights_are_read_again(extension: str, spec: RolloutSpec, adapter: MakeAdapter):
+    engine = start_engine(spec, worker_extension_cls=f"sleeping.{extension}", enable_prefix_caching=False)
+    worker = (await engine.collective_rpc("rollproof_describe"))[0]
     try:
-        for version, sync in enumerate((DiskSync(spec.workdir), TensorSync()), 1):
-            await through_a_loss(AsyncRollout(engine, spec, sync, served), sync, adapter, version)
+        for version, name in enumerate(SYNCS, 1):
+            sync = strategy_for(name, spec, worker)
+            await through_a_loss(AsyncRollout(engine, spec, sync, worker["served"]), sync, adapter, version)
     finally:
         engine.shutdown()
 
 
-async def through_a_loss(rollout: AsyncRollout, sync: Sync, adapter: MakeAdapter, version: int) -> None:
+async def through_a_loss(rollout: AsyncRollout, sync: Sync[Any], adapter: MakeAdapter, version: int) -> None:
     await rollout.update_adapter(adapter(version))
     before = [await rollout.generate(request) for request in (REQUEST, BASE)]
     await rollout.engine.collective_rpc("forget_weights")

@@ -12,32 +12,37 @@ from rollproof.protocol import Capability, RolloutSpec
 
 from .engine import start_engine
 from .rollout import AsyncRollout
+from .sync import Sync
+from .sync.arena import ArenaSync
 from .sync.disk import DiskSync
 from .sync.tensors import TensorSync
 
 _log = logging.getLogger(__name__)
+
+SYNCS = ("disk", "tensors", "arena")
+"""The ways to bring an adapter into the engine (see ``sync``)."""
 
 
 @asynccontextmanager
 async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIterator[AsyncRollout]:
     """Start an engine and a rollout on it; both end with the context.
 
-    ``sync`` is "disk" or "tensors"; further options go to vLLM's engine arguments, read as JSON
+    ``sync`` is "disk", "tensors" or "arena"; further options go to vLLM's engine arguments, read as JSON
     where they are JSON (``enforce_eager=true``, ``gpu_memory_utilization=0.3``).
     """
-    if sync not in ("disk", "tensors"):
-        raise ValueError(f"sync is {sync!r}; allowed: disk, tensors")
+    if sync not in SYNCS:
+        raise ValueError(f"sync is {sync!r}; allowed: {', '.join(SYNCS)}")
     llm = start_engine(spec, **{key: _value(text) for key, text in engine.items()})
     rollout: AsyncRollout | None = None
     try:
         worker = (await llm.collective_rpc("rollproof_describe"))[0]
-        if sync == "tensors" and worker["lacking"]:
+        if sync != "disk" and worker["lacking"]:
             _log.warning(
                 "this vLLM lacks %s, which updates from memory need; updating over the disk instead",
                 ", ".join(worker["lacking"]),
             )
             sync = "disk"
-        strategy = DiskSync(spec.workdir) if sync == "disk" else TensorSync()
+        strategy = strategy_for(sync, spec, worker)
         rollout = AsyncRollout(llm, spec, strategy, worker["served"])
         if worker["uncounted"]:
             _log.warning("this vLLM can't be counted in: %s", worker["uncounted"])
@@ -48,6 +53,13 @@ async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIte
             await rollout.close()
         else:
             llm.shutdown()
+
+
+def strategy_for(sync: str, spec: RolloutSpec, worker: dict[str, Any]) -> Sync[Any]:
+    """A strategy of this name for an engine whose ``rollproof_describe`` gave ``worker``."""
+    if sync == "disk":
+        return DiskSync(spec.workdir)
+    return TensorSync() if sync == "tensors" else ArenaSync(worker)
 
 
 def _value(text: str) -> Any:

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from .copying import Copies
+from .memory import mapped
+
 
 class AdapterWorker:
     """Methods added to vLLM's worker. They run between two steps of the engine."""
 
     model_runner: Any
     rollproof_counted: dict[str, int] | None = None
+    rollproof_arenas: dict[str, _Arena] | None = None
 
     def rollproof_describe(self) -> dict[str, Any]:
         """Which module names take an adapter, and what this vLLM lacks for updates from memory and for
@@ -45,14 +49,31 @@ class AdapterWorker:
         except ImportError as error:
             lacking.append(str(error))
         packed = getattr(manager, "packed_modules", {})
-        wrapped = [part for name in getattr(manager, "modules", {}) for part in packed.get(name, [name])]
-        served = {name.rpartition(".")[2] for name in wrapped}
+        modules = getattr(manager, "modules", {})
+        wrapped = {name: packed.get(name, [name]) for name in modules}
+        served = {part.rpartition(".")[2] for parts in wrapped.values() for part in parts}
+        odd = {
+            part.rpartition(".")[2]
+            for name, parts in wrapped.items()
+            for part in parts
+            if not _is_flat(modules[name], len(parts))
+        }
+        if not all(hasattr(manager, name) for name in ("pin_adapter", "lora_index_to_id")):
+            odd = served
         try:
             self.rollproof_counters()
             uncounted = ""
         except AttributeError as error:
             uncounted = str(error)
-        return {"served": sorted(served), "lacking": lacking, "uncounted": uncounted}
+        device = torch.device(getattr(self.model_runner, "device", "cpu"))
+        return {
+            "served": sorted(served),
+            "lacking": lacking,
+            "uncounted": uncounted,
+            "arena": sorted(served - odd),
+            "max_lora_rank": getattr(getattr(manager, "lora_config", None), "max_lora_rank", 0),
+            "uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
+        }
 
     def rollproof_counters(self) -> dict[str, int]:
         """How often this worker took an adapter's weights, their bytes, and the model's forward passes."""
@@ -71,34 +92,37 @@ class AdapterWorker:
         put back and the error raised.
         """
         from safetensors.torch import load
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
 
+        self._rollproof_count(len(blob))
+        worker_manager = self.model_runner.lora_manager
+        _replace(worker_manager, _built(worker_manager, int_id, config, load(blob)))
+
+    def rollproof_open(
+        self,
+        key: str,
+        config: dict[str, Any],
+        handle: dict[str, Any],
+        places: list[tuple[str, int, int, int]],
+    ) -> None:
+        """Map an arena. What is served doesn't change."""
+        arenas = self.rollproof_arenas = self.rollproof_arenas or {}
+        arenas[key] = _Arena(self.model_runner.lora_manager, config, mapped(handle), places)
+
+    def rollproof_commit(self, key: str, int_id: int, half: int, again: bool) -> None:
+        """Serve what is in this half of an arena under ``int_id`` from the next step on.
+
+        With ``again`` nothing that vLLM has loaded is relied on.
+        """
+        arenas = self.rollproof_arenas or {}
+        arena = arenas[key]
+        self._rollproof_count(arena.bytes)
+        arena.commit(int_id, half, again)
+        self.rollproof_arenas = {key: arena}
+
+    def _rollproof_count(self, size: int) -> None:
         if (counted := self.rollproof_counted) is not None:
             counted["adapter_reads"] += 1
-            counted["adapter_bytes"] += len(blob)
-        worker_manager = self.model_runner.lora_manager
-        manager = worker_manager._adapter_manager
-        helper = PEFTHelper.from_dict(config)
-        helper.validate_legal(worker_manager.lora_config)
-        new = LoRAModel.from_lora_tensors(
-            lora_model_id=int_id,
-            tensors=load(blob),
-            peft_helper=helper,
-            device="cpu",
-            dtype=worker_manager.lora_config.lora_dtype,
-            model_vocab_size=getattr(worker_manager, "vocab_size", None),
-            weights_mapper=_renames(manager.model),
-        )
-        old = manager.get_adapter(int_id)
-        manager.remove_adapter(int_id)
-        try:
-            _activate(manager, new)
-        except Exception:
-            manager.remove_adapter(int_id)
-            if old is not None:
-                _activate(manager, old)
-            raise
+            counted["adapter_bytes"] += size
 
     def rollproof_reload(self) -> None:
         """Read the base weights from the model's folder again, after a sleep that dropped them."""
@@ -113,6 +137,135 @@ class AdapterWorker:
                 setattr(parent, leaf, layer)
         # What the kernels read of the last batch was dropped too; vLLM rewrites it for another mapping only.
         runner.lora_manager._adapter_manager._last_mapping = None
+
+
+class _Arena:
+    """Two halves of shared memory, each an adapter in the form that vLLM keeps one in.
+
+    vLLM's registered adapter is a view of the half that serves, so that whatever makes vLLM load it
+    once more gives the newest weights.
+    """
+
+    def __init__(
+        self,
+        worker_manager: Any,
+        config: dict[str, Any],
+        memory: torch.Tensor,
+        places: list[tuple[str, int, int, int]],
+    ) -> None:
+        self._worker_manager = worker_manager
+        self._manager = worker_manager._adapter_manager
+        self._shared = memory
+        device = self._manager.device
+        # Memory of the host is copied to the device whole, and to its places from there.
+        self._memory = (
+            memory if memory.device.type == device.type else torch.empty_like(memory, device=device)
+        )
+        self.bytes = memory[0].numel() * memory.element_size()
+        self._loras = []
+        for half in self._memory:
+            views = {
+                name: half[first : first + rows * columns].view(rows, columns)
+                for name, first, rows, columns in places
+            }
+            self._model = _built(worker_manager, 1, config, views, device=str(device))
+            self._manager._create_merged_loras_inplace(self._model)
+            self._loras.append(self._model.loras)
+        self._copies = {(half, 0): Copies(self._pairs(half, 0)) for half in (0, 1)}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def commit(self, int_id: int, half: int, again: bool) -> None:
+        """Have every later step compute with this half."""
+        manager, model = self._manager, self._model
+        if self._copied is not None:
+            # The sender writes to a half again after the update that follows: by then its copy has ended.
+            self._copied.synchronize()
+        if self._memory is not self._shared:
+            self._memory[half].copy_(self._shared[half])
+        if again or manager.get_adapter(int_id) is not model or int_id not in manager.lora_index_to_id:
+            model.id, model.loras = int_id, self._loras[half]
+            _replace(self._worker_manager, model)
+            manager.pin_adapter(int_id)
+        else:
+            place = half, manager.lora_index_to_id.index(int_id)
+            if place not in self._copies:
+                self._copies[place] = Copies(self._pairs(*place))
+            with torch.inference_mode():
+                self._copies[place]()
+            model.loras = self._loras[half]
+        if self._copied is not None:
+            self._copied.record()
+
+    def _pairs(self, half: int, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(what the kernels read, what is shared) for each tensor of a half. Raises ValueError."""
+        pairs = []
+        for name, lora in self._loras[half].items():
+            if (module := self._manager.modules.get(name)) is None:
+                raise ValueError(f"vLLM puts no adapter on {name!r}")
+            for stacked, found in (
+                (module.lora_a_stacked, lora.lora_a),
+                (module.lora_b_stacked, lora.lora_b),
+            ):
+                slices = found if isinstance(found, list) else [found]
+                pairs += [(to[slot, 0], of) for to, of in zip(stacked, slices, strict=True) if of is not None]
+        mine = self._memory.untyped_storage().data_ptr()
+        if any(of.untyped_storage().data_ptr() != mine for _, of in pairs):
+            raise ValueError("this vLLM copied the arena's tensors where it has to share them")
+        return pairs
+
+
+def _built(
+    worker_manager: Any,
+    int_id: int,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    device: str = "cpu",
+) -> Any:
+    """An adapter as vLLM keeps one, from a PEFT config and tensors by PEFT's names."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(worker_manager.lora_config)
+    return LoRAModel.from_lora_tensors(
+        lora_model_id=int_id,
+        tensors=tensors,
+        peft_helper=helper,
+        device=device,
+        dtype=worker_manager.lora_config.lora_dtype,
+        model_vocab_size=getattr(worker_manager, "vocab_size", None),
+        weights_mapper=_renames(worker_manager._adapter_manager.model),
+    )
+
+
+def _replace(worker_manager: Any, new: Any) -> None:
+    """Load an adapter in the place of the one with its id, which is put back if that fails."""
+    manager = worker_manager._adapter_manager
+    old = manager.get_adapter(new.id)
+    manager.remove_adapter(new.id)
+    try:
+        _activate(manager, new)
+    except Exception:
+        manager.remove_adapter(new.id)
+        if old is not None:
+            _activate(manager, old)
+        raise
+
+
+def _is_flat(module: Any, n_slices: int) -> bool:
+    """Whether a layer keeps, for each slice and slot, A as [rank, in] and B as [out, rank], whole.
+
+    Not so an embedding, experts, and whatever is split between GPUs.
+    """
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    stacked = getattr(module, "lora_a_stacked", ())
+    return (
+        isinstance(module, BaseLinearLayerWithLoRA)
+        and getattr(module, "tp_size", 2) == 1
+        and len(stacked) == n_slices
+        and all(tensor.dim() == 4 for tensor in stacked)
+    )
 
 
 def _without_reload(model: Any) -> list[tuple[Any, str, Any]]:

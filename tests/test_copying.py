@@ -1,0 +1,67 @@
+"""Copies of many tensors at once give what a copy of each would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollproof_reference.copying import Copies
+from rollproof_reference.memory import Shared, local_device, mapped
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 300)), max_size=5),
+    step=st.sampled_from([1, 8]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_copies_are_exact(device: str, shapes: list[tuple[int, int]], step: int, dtype: torch.dtype):
+    """With sizes that the kernel takes (a multiple of 8 elements) and such that it doesn't."""
+    pairs = []
+    for rows, columns in shapes:
+        of = torch.randn(rows, columns * step, device=device).to(dtype)
+        pairs.append((torch.zeros_like(of), of))
+    copy = Copies(pairs)
+    copy()
+    for _, of in pairs:
+        of.add_(1)
+    copy()
+    assert all(to.equal(of) for to, of in pairs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_takes_the_kernel_and_writes_nothing_else():
+    memory = torch.zeros(3, 8192, dtype=torch.bfloat16, device="cuda")
+    copy = Copies([(memory[1, :4104], torch.ones(4104, dtype=torch.bfloat16, device="cuda"))])
+    assert copy._table is not None
+    copy()
+    assert memory.sum() == memory[1, :4104].sum() == 4104
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.bfloat16)])
+def test_tensors_that_do_not_fit_are_named(other: torch.Tensor):
+    with pytest.raises(ValueError, match="can't be copied into"):
+        Copies([(torch.zeros(4, 3), other)])
+
+
+def test_a_file_is_mapped_once_more_and_leaves_no_name(tmp_path: Path):
+    shared = Shared.on_host((2, 5), torch.float32, tmp_path)
+    assert not shared.tensor.any()
+    mapped(shared.handle)[1].fill_(7)
+    shared.forget_file()
+    assert not list(tmp_path.iterdir())
+    assert shared.tensor.tolist() == [[0] * 5, [7] * 5]
+
+
+def test_no_gpu_has_a_made_up_uuid():
+    assert local_device("") is None
+    assert local_device("no such") is None
