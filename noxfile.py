@@ -161,6 +161,18 @@ def _verdict(file: pathlib.Path) -> str:
 
 
 @nox.session
+def benchmarks(session: nox.Session) -> None:
+    """What updates cost: on the CPU with a tiny model, or ``-- --device cuda --size 7b``."""
+    install(session, engine(), groups=("test",))
+    session.run(
+        *("python", "-m", "pytest", "benchmarks", "-p", "no:cacheprovider"),
+        *("--benchmark-columns", "min,median,max,rounds", "--benchmark-group-by", "func"),
+        *session.posargs,
+        env=environment(),
+    )
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and format."""
     if session.venv_backend != "none":

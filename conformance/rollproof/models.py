@@ -80,6 +80,7 @@ SHAPES = {
     ),
     "qwen2-0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, torch.bfloat16),
     "qwen2-7b": Shape("qwen2", 152064, 3584, 18944, 28, 28, 4, torch.bfloat16),
+    "qwen2-32b": Shape("qwen2", 152064, 5120, 27648, 64, 40, 8, torch.bfloat16),
 }
 """Every family that vLLM serves with LoRA in its own way: biases (Qwen2), norms of q and k (Qwen3), tied
 and scaled embeddings, sliding windows and soft caps (Gemma), routed experts (MoE)."""
@@ -112,6 +113,15 @@ def _without_weights(shape: str) -> Any:
     config = AutoConfig.for_model(size.family, **common | dict(size.config))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=size.dtype)
+
+
+def write_config(folder: str | Path, shape: str) -> Path:
+    """Write a model's config.json alone, for an engine that makes its weights itself, and return the folder.
+
+    Raises ValueError for an unknown shape, before anything is written.
+    """
+    _without_weights(shape).config.save_pretrained(folder)
+    return Path(folder)
 
 
 def make_model(folder: str | Path, shape: str = "tiny-qwen2", seed: int = 0) -> Path:

@@ -20,8 +20,8 @@ import itertools
 import logging
 import os
 import uuid
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -127,6 +127,15 @@ class AsyncRollout:
         check_request(request, self.spec.max_model_len)
         outputs, version = await self._ask(request, sampling_params(request, n))
         return completions(outputs, version)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """Sample one completion (see ``generate``) and give it in pieces, each as soon as it is there."""
+        asked = replace(request, route="stream")
+        check_request(asked, self.spec.max_model_len)
+        async with aclosing(self._outputs(asked, sampling_params(asked))) as outputs:
+            async for output in outputs:
+                (piece,) = completions([output], None)
+                yield piece
 
     async def prompt_logprobs(self, request: GenerateRequest) -> list[float]:
         """Score the prompt's tokens but the first, under the newest adapter or the base model.
@@ -239,25 +248,30 @@ class AsyncRollout:
         self, request: GenerateRequest, params: SamplingParams
     ) -> tuple[list[RequestOutput], int | None]:
         """All that vLLM gives for a request, and the version that served the whole of it, where known."""
+        version = self.version
+        outputs = [output async for output in self._outputs(request, params)]
+        # Across an update the tokens are mixed, and which is the first new one isn't known here.
+        known = request.adapter and version == self.version
+        return outputs, version if known else None
+
+    async def _outputs(
+        self, request: GenerateRequest, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         check_request(request, self.spec.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         lora = self._lora_request() if request.adapter else None
         if lora is not None and (salt := self._cache_salt()) is not None:
             prompt["cache_salt"] = salt
-        version = self.version
         request_id = f"rollproof-{self._life}-{next(self._ids)}"
         self._running.add(request_id)
         try:
-            stream = self.engine.generate(prompt, params, request_id, lora_request=lora)
-            outputs = [output async for output in stream]
+            async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
+                yield output
         finally:
             self._running.discard(request_id)
         if self._closed:
             raise RolloutClosedError("the rollout was closed while this request ran, and aborted it")
-        # Across an update the tokens are mixed, and which is the first new one isn't known here.
-        known = lora is not None and version == self.version
-        return outputs, version if known else None
 
     def _lora_request(self) -> LoRARequest | None:
         """The adapter that a request starting now is served with; None before the first update."""

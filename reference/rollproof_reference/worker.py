@@ -95,7 +95,7 @@ class AdapterWorker:
 
         self._rollproof_count(len(blob))
         worker_manager = self.model_runner.lora_manager
-        _replace(worker_manager, _built(worker_manager, int_id, config, load(blob)))
+        replace_adapter(worker_manager, built_adapter(worker_manager, int_id, config, load(blob)))
 
     def rollproof_open(
         self,
@@ -168,7 +168,7 @@ class _Arena:
                 name: half[first : first + rows * columns].view(rows, columns)
                 for name, first, rows, columns in places
             }
-            self._model = _built(worker_manager, 1, config, views, device=str(device))
+            self._model = built_adapter(worker_manager, 1, config, views, device=str(device))
             self._manager._create_merged_loras_inplace(self._model)
             self._loras.append(self._model.loras)
         self._copies = {(half, 0): Copies(self._pairs(half, 0)) for half in (0, 1)}
@@ -184,7 +184,7 @@ class _Arena:
             self._memory[half].copy_(self._shared[half])
         if again or manager.get_adapter(int_id) is not model or int_id not in manager.lora_index_to_id:
             model.id, model.loras = int_id, self._loras[half]
-            _replace(self._worker_manager, model)
+            replace_adapter(self._worker_manager, model)
             manager.pin_adapter(int_id)
         else:
             place = half, manager.lora_index_to_id.index(int_id)
@@ -214,7 +214,7 @@ class _Arena:
         return pairs
 
 
-def _built(
+def built_adapter(
     worker_manager: Any,
     int_id: int,
     config: dict[str, Any],
@@ -238,7 +238,7 @@ def _built(
     )
 
 
-def _replace(worker_manager: Any, new: Any) -> None:
+def replace_adapter(worker_manager: Any, new: Any) -> None:
     """Load an adapter in the place of the one with its id, which is put back if that fails."""
     manager = worker_manager._adapter_manager
     old = manager.get_adapter(new.id)
