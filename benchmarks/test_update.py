@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from rollproof.protocol import Adapter, GenerateRequest
+from rollproof_benchmarks.traffic import summary
 
 PROMPT = tuple(range(5, 69))
 WARM = 3
@@ -46,19 +49,41 @@ def test_first_token(
     benchmark.pedantic(update, setup=step, rounds=amounts["rounds"], warmup_rounds=WARM)
 
 
+@pytest.mark.parametrize("updated", ["arena"], indirect=True)
+def test_where_the_time_goes(
+    benchmark: Any, updated: Any, running: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
+):
+    """An update over the arena in its parts: copying in the trainer, an empty call, the commit."""
+    parts: dict[str, list[float]] = {"prepare": [], "empty call": [], "commit": []}
+
+    async def update(adapter: Adapter) -> None:
+        times = [time.perf_counter()]
+        prepared = updated._prepare(adapter)
+        times.append(time.perf_counter())
+        await updated.engine.collective_rpc("rollproof_counters")
+        times.append(time.perf_counter())
+        await updated._commit(adapter.version, prepared)
+        times.append(time.perf_counter())
+        for name, (before, after) in zip(parts, pairwise(times), strict=True):
+            parts[name].append(after - before)
+
+    def step() -> tuple[tuple[Adapter], dict[str, Any]]:
+        return (trainer.step(),), {}
+
+    def run(adapter: Adapter) -> None:
+        running.run(update(adapter))
+
+    benchmark.pedantic(run, setup=step, rounds=amounts["rounds"], warmup_rounds=WARM)
+    told.update({name: summary(values[WARM:]) for name, values in parts.items()})
+
+
+@pytest.mark.parametrize("updated", ["arena"], indirect=True)
 def test_copy_beside_the_floor(
-    benchmark: Any, running: Any, spec: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
+    benchmark: Any, updated: Any, running: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
 ):
     """What the device itself needs for the arena's copy, and for the fastest copy of as many bytes."""
-    if not running.reference:
-        pytest.skip("only the reference's arena is looked into")
-    from rollproof_reference import AsyncRollout
-    from rollproof_reference.start import strategy_for
-
-    engine = running.rollout.engine
-    worker = running.run(engine.collective_rpc("rollproof_describe"))[0]
-    own = AsyncRollout(engine, spec, strategy_for("arena", spec, worker), running.rollout.served)
-    running.run(own.update_adapter(trainer.step()))
+    running.run(updated.update_adapter(trainer.step()))
+    engine = updated.engine
 
     def measure() -> dict[str, float]:
         return dict(running.run(engine.collective_rpc("rollproof_time_copies", args=(amounts["rounds"],)))[0])
@@ -70,5 +95,3 @@ def test_copy_beside_the_floor(
         copied_bytes=found["bytes"],
         copy_to_floor=found["copy"] / found["floor"],
     )
-    running.run(own.unload_adapter())
-    own.sync.close()

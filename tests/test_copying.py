@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollproof_reference.copying import Copies
+from rollproof_reference.copying import Copies, Fill
 from rollproof_reference.memory import Shared, local_device, mapped
 
 DEVICES = [
@@ -36,6 +36,55 @@ def test_copies_are_exact(device: str, shapes: list[tuple[int, int]], step: int,
         of.add_(1)
     copy()
     assert all(to.equal(of) for to, of in pairs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 300)), min_size=1, max_size=5),
+    step=st.sampled_from([1, 8]),
+    of=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    to=st.sampled_from([torch.bfloat16, torch.float32]),
+    wider=st.integers(0, 3),
+    scale=st.sampled_from([1.0, 2.0, 0.3]),
+)
+def test_filling_casts_and_then_scales(
+    device: str,
+    shapes: list[tuple[int, int]],
+    step: int,
+    of: torch.dtype,
+    to: torch.dtype,
+    wider: int,
+    scale: float,
+):
+    """Also into the first columns of wider tensors, of which the rest stays as it is."""
+    shapes = [(rows, columns * step) for rows, columns in shapes]
+    whole = [torch.full((rows, columns + wider), 7, dtype=to, device=device) for rows, columns in shapes]
+    scales = [scale**index for index in range(len(shapes))]
+    fill = Fill([one[:, : one.shape[1] - wider] for one in whole], scales)
+    for _ in range(2):
+        sources = [torch.randn(shape, device=device).to(of).requires_grad_() for shape in shapes]
+        assert fill(sources)
+        for one, source, factor in zip(whole, sources, scales, strict=True):
+            columns = source.shape[1]
+            torch.testing.assert_close(one[:, :columns], source.detach().to(to) * factor, rtol=0, atol=0)
+            assert bool((one[:, columns:] == 7).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_filling_tells_what_is_not_finite(device: str, bad: float):
+    into = [torch.zeros(16, 64, dtype=torch.float16, device=device) for _ in range(2)]
+    fill = Fill(into, [1.0, 2.0])
+    right, wrong = torch.ones(16, 64, device=device), torch.ones(16, 64, device=device)
+    wrong[15, 63] = bad
+    assert fill([right, right])
+    assert not fill([right, wrong])
+    assert fill([right, right])
+
+
+def test_a_sum_that_overflows_is_no_fault():
+    into = [torch.zeros(4, 8, dtype=torch.float32)]
+    assert Fill(into, [1.0])([torch.full((4, 8), 3e38)])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -14,6 +14,9 @@ import torch
 _WORDS = 2048
 """Words of 8 bytes that one program of the kernel copies."""
 
+_ELEMENTS = 8192
+"""Elements that one program of the other kernel casts."""
+
 _ALIGNED = 16
 """Bytes that a thread moves at once: addresses and sizes are multiples of it, or the kernel isn't used."""
 
@@ -38,10 +41,75 @@ class Copies:
     def __call__(self) -> None:
         """Make them. On a GPU it returns once they are queued."""
         if self._table is not None:
-            kernel = _kernel()
-            kernel[(len(self._table),)](self._table, WORDS=_WORDS, num_warps=8)
+            kernels().copy_chunks[(len(self._table),)](self._table, WORDS=_WORDS, num_warps=8)
         elif self._to:
             torch._foreach_copy_(self._to, self._of)
+
+
+class Fill:
+    """Casts tensors into others of the same shape and then scales them, again and again.
+
+    ``into`` have one dtype and rows of elements side by side, and stay where they are; each has its scale.
+    """
+
+    def __init__(self, into: Sequence[torch.Tensor], scales: Sequence[float]) -> None:
+        self._into, self._scales = list(into), list(scales)
+        self._table = self._factors = self._infinite = None
+        if into and into[0].is_cuda and kernels() is not None:
+            device = into[0].device
+            rows = [
+                (index, to.data_ptr(), first, to.numel(), to.shape[1], to.stride(0))
+                for index, to in enumerate(into)
+                for first in range(0, to.numel(), _ELEMENTS)
+            ]
+            self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+            self._factors = torch.tensor(scales, dtype=torch.float32, device=device)
+            self._infinite = torch.zeros(1, dtype=torch.int32, device=device)
+            self._strided = not all(to.is_contiguous() for to in into)
+            self._aligned = not any(to.data_ptr() % _ALIGNED or to.numel() % 8 for to in into)
+
+    @torch.no_grad()
+    def __call__(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Fill all; whether all that was written is finite. When it returns, the sources aren't needed."""
+        if self._table is not None and self._suits(sources):
+            return self._launch(sources)
+        torch._foreach_copy_(self._into, list(sources))
+        for to, scale in zip(self._into, self._scales, strict=True):
+            if scale != 1:
+                to.mul_(scale)  # torch._foreach_mul_ would round the scale to the tensor's dtype first
+        # One number that isn't finite makes the sum so.
+        sums = torch.stack([to.sum(dtype=torch.float32) for to in self._into])
+        return bool(sums.isfinite().all()) or all(bool(to.isfinite().all()) for to in self._into)
+
+    def _suits(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernel can read them: on this GPU, of one dtype, each in one piece."""
+        device, dtype = self._into[0].device, sources[0].dtype
+        return all(of.device == device and of.dtype == dtype and of.is_contiguous() for of in sources)
+
+    def _launch(self, sources: Sequence[torch.Tensor]) -> bool:
+        assert self._table is not None
+        assert self._infinite is not None
+        addresses = [of.data_ptr() for of in sources]
+        self._infinite.zero_()
+        kernels().fill_chunks[(len(self._table),)](
+            self._table,
+            self._factors,
+            torch.tensor(addresses, dtype=torch.int64).to(self._table.device),
+            self._infinite,
+            OF=_triton_type(sources[0].dtype),
+            TO=_triton_type(self._into[0].dtype),
+            ALIGNED=self._aligned and not any(address % _ALIGNED for address in addresses),
+            STRIDED=self._strided,
+            ELEMENTS=_ELEMENTS,
+            num_warps=8,
+        )
+        return not self._infinite.item()
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 def _fusible(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -52,7 +120,7 @@ def _fusible(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         and tensors[0].is_cuda
         and all(tensor.is_contiguous() for tensor in tensors)
         and not any(t.data_ptr() % _ALIGNED or t.numel() * t.element_size() % _ALIGNED for t in tensors)
-        and _kernel() is not None
+        and kernels() is not None
     )
 
 
@@ -68,12 +136,12 @@ def _table(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 @cache
-def _kernel() -> Any:
-    """The kernel; None where there is no Triton to compile it."""
+def kernels() -> Any:
+    """The module with the kernels; None where there is no Triton to compile them."""
     try:
         import triton  # noqa: F401
     except ImportError:
         return None
-    from .copying_kernel import copy_chunks
+    from . import copying_kernel
 
-    return copy_chunks
+    return copying_kernel

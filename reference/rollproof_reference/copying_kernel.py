@@ -1,4 +1,4 @@
-"""The kernel of ``copying.py``, apart from it because only Triton can read it."""
+"""The kernels of ``copying.py``, apart from it because only Triton can read them."""
 
 from __future__ import annotations
 
@@ -17,3 +17,39 @@ def copy_chunks(table, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # 
     place = tl.arange(0, WORDS)
     inside = place < words
     tl.store(to + place, tl.load(of + place, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fill_chunks(  # type: ignore[no-untyped-def]
+    table,
+    scales,
+    sources,
+    infinite,
+    OF: tl.constexpr,  # noqa: N803
+    TO: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr,  # noqa: N803
+    STRIDED: tl.constexpr,  # noqa: N803
+    ELEMENTS: tl.constexpr,  # noqa: N803
+):
+    """Each program casts and then scales one row of the table, and says where a result isn't finite.
+
+    A row: (tensor, to, first element, elements of the tensor, its columns, elements between rows at ``to``).
+    """
+    row = table + 6 * tl.program_id(0)
+    tensor = tl.load(row)
+    to, of = tl.load(row + 1), tl.load(sources + tensor)
+    first, count = tl.load(row + 2), tl.load(row + 3)
+    if ALIGNED:
+        to, of = tl.multiple_of(to, 16), tl.multiple_of(of, 16)
+        first, count = tl.multiple_of(first, 8), tl.multiple_of(count, 8)
+    place = first + tl.arange(0, ELEMENTS)
+    inside = place < count
+    found = tl.load(of.to(tl.pointer_type(OF)) + place, mask=inside, other=0.0).to(TO)
+    scaled = (found.to(tl.float32) * tl.load(scales + tensor)).to(TO)
+    if STRIDED:
+        columns, stride = tl.load(row + 4), tl.load(row + 5)
+        place = place // columns * stride + place % columns
+    tl.store(to.to(tl.pointer_type(TO)) + place, scaled, mask=inside)
+    wide = scaled.to(tl.float32)
+    if tl.max((wide - wide != 0.0).to(tl.int32), axis=0) > 0:
+        tl.store(infinite, 1)

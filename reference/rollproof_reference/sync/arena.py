@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import torch
 
+from ..copying import Fill
 from ..memory import Shared, local_device
 from ..plain import PlainAdapter, plain_adapter, plain_config
 from .tensors import IN_MEMORY, TensorSync
@@ -37,8 +38,7 @@ Place = tuple[str, int, int, int]
 class Arena:
     """Room for two adapters on the same modules: ``memory`` is [2, elements], one half for each.
 
-    A is [max_rank, in] and B [out, max_rank], as vLLM keeps them, zero beyond the adapter's own rank. All
-    A come first, so that every B is scaled at once.
+    A is [max_rank, in] and B [out, max_rank], as vLLM keeps them, zero beyond the adapter's own rank.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class Arena:
         self.places: list[Place] = []
         end = 0
         for name, rows, columns in sizes:
-            if name == parts[0].b:
-                self._first_b = end
             self.places.append((name, end, rows, columns))
             end += -(-rows * columns // _ALIGNED) * _ALIGNED
         device = local_device(uuid)
@@ -63,49 +61,37 @@ class Arena:
         self.max_rank = max_rank
         self.leaves = layout.target_modules
         self.open = False
-        self._filled: list[_Views | None] = [None, None]
+        self._filling: list[_Filling | None] = [None, None]
 
     @property
     def memory(self) -> torch.Tensor:
         """Both halves."""
         return self.shared.tensor
 
-    @torch.no_grad()
     def fill(self, half: int, adapter: Adapter, layout: Layout) -> None:
         """Copy an adapter into one half. Raises AdapterError for numbers that can't be served.
 
         Cast first and scaled then, as vLLM does it when it loads a folder. When it returns, the
         copy has ended, and the adapter's tensors may be overwritten.
         """
-        views = self._filled[half]
-        if views is None or views.layout is not layout:
-            self.memory[half].zero_()  # a rank or a scale of its own leaves other parts untouched
-            views = self._filled[half] = _Views.of(self, half, layout)
-        torch._foreach_copy_(views.into, [adapter.tensors[name] for name in views.names])
-        if isinstance(views.scale, float):
-            if views.scale != 1:
-                self.memory[half, self._first_b :].mul_(views.scale)
-        else:
-            torch._foreach_mul_(views.into[len(layout.parts) :], views.scale)
-        # One number that isn't finite makes the sum so, and reading the sum waits for the copy.
-        if not bool(self.memory[half].sum(dtype=torch.float32).isfinite()):
-            plain_adapter(adapter, layout)  # names the tensor; what only overflowed in the sum is fine
+        filling = self._filling[half]
+        if filling is None or filling.layout is not layout:
+            self.memory[half].zero_()  # a rank of its own leaves other parts untouched
+            filling = self._filling[half] = _Filling.of(self, half, layout)
+        if not filling.fill([adapter.tensors[name] for name in filling.names]):
+            plain_adapter(adapter, layout)  # which names the tensor
 
 
 @dataclass(frozen=True)
-class _Views:
-    """Where an adapter of one layout goes in a half: the tensors by name, all A and then all B.
-
-    ``scale`` is that of every module, or a list for each B.
-    """
+class _Filling:
+    """How an adapter of one layout goes into a half: tensors by name, in the order that ``fill`` takes."""
 
     layout: Layout
     names: list[str]
-    into: list[torch.Tensor]
-    scale: float | list[float]
+    fill: Fill
 
     @classmethod
-    def of(cls, arena: Arena, half: int, layout: Layout) -> _Views:
+    def of(cls, arena: Arena, half: int, layout: Layout) -> _Filling:
         whole = {
             name: arena.memory[half, first : first + rows * columns].view(rows, columns)
             for name, first, rows, columns in arena.places
@@ -113,8 +99,7 @@ class _Views:
         into = [whole[part.a][: part.rank] for part in layout.parts]
         into += [whole[part.b][:, : part.rank] for part in layout.parts]
         names = [part.a for part in layout.parts] + [part.b for part in layout.parts]
-        scales = [part.scale for part in layout.parts]
-        return cls(layout, names, into, scales[0] if len(set(scales)) == 1 else scales)
+        return cls(layout, names, Fill(into, [1.0] * len(layout.parts) + [p.scale for p in layout.parts]))
 
 
 @dataclass(frozen=True)
