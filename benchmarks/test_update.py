@@ -53,15 +53,16 @@ def test_first_token(
 def test_where_the_time_goes(
     benchmark: Any, updated: Any, running: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
 ):
-    """An update over the arena in its parts: copying in the trainer, an empty call, the commit."""
-    parts: dict[str, list[float]] = {"prepare": [], "empty call": [], "commit": []}
+    """An update over the arena in its parts: copying in the trainer, empty calls, the commit."""
+    parts: dict[str, list[float]] = {"prepare": [], "empty call": [], "another": [], "commit": []}
 
     async def update(adapter: Adapter) -> None:
         times = [time.perf_counter()]
         prepared = updated._prepare(adapter)
         times.append(time.perf_counter())
-        await updated.engine.collective_rpc("rollproof_counters")
-        times.append(time.perf_counter())
+        for _ in range(2):
+            await updated.engine.collective_rpc("rollproof_counters")
+            times.append(time.perf_counter())
         await updated._commit(adapter.version, prepared)
         times.append(time.perf_counter())
         for name, (before, after) in zip(parts, pairwise(times), strict=True):

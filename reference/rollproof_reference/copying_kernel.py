@@ -50,6 +50,6 @@ def fill_chunks(  # type: ignore[no-untyped-def]
         columns, stride = tl.load(row + 4), tl.load(row + 5)
         place = place // columns * stride + place % columns
     tl.store(to.to(tl.pointer_type(TO)) + place, scaled, mask=inside)
-    wide = scaled.to(tl.float32)
-    if tl.max((wide - wide != 0.0).to(tl.int32), axis=0) > 0:
+    finite = tl.abs(scaled.to(tl.float32)) < float("inf")  # not so for a NaN either
+    if tl.min(finite.to(tl.int32), axis=0) == 0:
         tl.store(infinite, 1)
