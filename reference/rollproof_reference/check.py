@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,7 +125,7 @@ class Checker:
 
     def layout(self, adapter: Adapter) -> Layout:
         """How the adapter lies on the model. Raises AdapterError or RankError; tensors aren't read."""
-        form = [(name, tensor.shape, tensor.dtype) for name, tensor in adapter.tensors.items()]
+        form = list(adapter.tensors), list(map(attrgetter("shape", "dtype"), adapter.tensors.values()))
         if self._last is not None and self._last[0] == form and self._last[1] == adapter.config:
             return self._last[2]
         found = layout(adapter, self._layers, self._served, self._max_rank, self._dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,13 +84,15 @@ class Fill:
 
     def _suits(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether the kernel can read them: on this GPU, of one dtype, each in one piece."""
-        device, dtype = self._into[0].device, sources[0].dtype
-        return all(of.device == device and of.dtype == dtype and of.is_contiguous() for of in sources)
+        kinds = set(map(attrgetter("device", "dtype"), sources))
+        return kinds == {(self._into[0].device, sources[0].dtype)} and all(
+            map(torch.Tensor.is_contiguous, sources)
+        )
 
     def _launch(self, sources: Sequence[torch.Tensor]) -> bool:
         assert self._table is not None
         assert self._infinite is not None
-        addresses = [of.data_ptr() for of in sources]
+        addresses = list(map(torch.Tensor.data_ptr, sources))
         self._infinite.zero_()
         kernels().fill_chunks[(len(self._table),)](
             self._table,
