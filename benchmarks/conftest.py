@@ -6,20 +6,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from rollproof.factory import Target, load
+from rollproof.factory import load
 from rollproof.models import write_config
-from rollproof.protocol import Adapter, RolloutSpec
+from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
 from rollproof_benchmarks.baselines import BASELINES, GPU_BASELINES
+from rollproof_benchmarks.running import WORKER, Running, reference, started
 from rollproof_benchmarks.trainer import Trainer
 from rollproof_reference.check import model_layers
 
@@ -27,7 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 SIZES = {"tiny": "tiny-qwen2", "0.5b": "qwen2-0.5b", "7b": "qwen2-7b", "32b": "qwen2-32b"}
-REFERENCE = "rollproof_reference:make"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,47 +75,16 @@ def spec(
     )
 
 
-class Running:
-    """A rollout, and the loop that it lives on."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, rollout: Any, reference: bool) -> None:
-        self.rollout = rollout
-        self.reference = reference
-        self._loop = loop
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await something, with the loop standing still before and after."""
-        return self._loop.run_until_complete(work)
-
-
-def started(target: Target, spec: RolloutSpec, reference: bool) -> Iterator[Running]:
-    """A rollout from start to end."""
-    loop = asyncio.new_event_loop()
-    context = target.start(spec)
-    try:
-        running = Running(loop, loop.run_until_complete(context.__aenter__()), reference)
-        # As a server does after its start: collecting all that was imported stops every stream for a while.
-        gc.collect()
-        gc.freeze()
-        yield running
-        running.run(context.__aexit__(None, None, None))
-    finally:
-        gc.unfreeze()
-        loop.close()
-
-
 @pytest.fixture(scope="session")
 def running(request: pytest.FixtureRequest, spec: RolloutSpec) -> Iterator[Running]:
     """The rollout to measure."""
     given = request.config.getoption("rollout", None)
-    target = load(given or f"{REFERENCE},{reference_options(request.config)}")
+    target = (
+        load(given)
+        if given
+        else reference(request.config.getoption("engine"), sync="tensors", worker_extension_cls=WORKER)
+    )
     yield from started(target, spec, not given)
-
-
-def reference_options(config: pytest.Config) -> str:
-    """The reference as the benchmarks start it, on weights that are nobody's."""
-    options = "sync=tensors,load_format=dummy,worker_extension_cls=rollproof_benchmarks.worker.TimedWorker"
-    return ",".join(filter(None, [options, config.getoption("engine")]))
 
 
 @pytest.fixture
@@ -127,8 +94,6 @@ def trainer(spec: RolloutSpec, amounts: dict[str, int], on_gpu: bool) -> Trainer
     shapes = {n: s for n, s in layers.shapes.items() if n not in (layers.output, layers.embedding)}
     return Trainer(shapes, amounts["rank"], getattr(torch, spec.dtype), "cuda" if on_gpu else "cpu")
 
-
-Update = Callable[[Adapter], Coroutine[Any, Any, None]]
 
 STRATEGIES = ("disk", "tensors", "arena")
 

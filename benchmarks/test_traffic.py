@@ -8,28 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollproof.protocol import GenerateRequest
-from rollproof_benchmarks.traffic import Traffic, every, run, summary
+from rollproof_benchmarks.traffic import Traffic, every, requests, run, summary
 
 EVERY = 0.05
 """Seconds between the beginnings of two updates."""
 
-PROMPT_TOKENS = 64
 REPEATS = 3
-
-
-def requests(count: int, tokens: int, salt: int, *, adapter: bool = True) -> list[GenerateRequest]:
-    """Prompts that share nothing, so that no cache helps."""
-    return [
-        GenerateRequest(
-            tuple(3 + (i * 31 + j * 7 + salt * 13) % 499 for j in range(PROMPT_TOKENS)),
-            tokens,
-            temperature=1.0,
-            seed=i,
-            adapter=adapter,
-        )
-        for i in range(count)
-    ]
 
 
 def memory() -> dict[str, float]:

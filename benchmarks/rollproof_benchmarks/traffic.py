@@ -15,6 +15,21 @@ from typing import Protocol
 
 from rollproof.protocol import Completion, GenerateRequest
 
+PROMPT_TOKENS = 64
+
+
+def requests(count: int, tokens: int, salt: int, *, adapter: bool = True) -> list[GenerateRequest]:
+    """As an RL rollout asks: at temperature 1. Prompts share nothing, so that no cache helps."""
+    return [
+        GenerateRequest(
+            tuple(3 + (i * 31 + j * 7 + salt * 13) % 499 for j in range(PROMPT_TOKENS)),
+            tokens,
+            temperature=1.0,
+            adapter=adapter,
+        )
+        for i in range(count)
+    ]
+
 
 class Streams(Protocol):
     """What can give a completion in pieces, each as soon as it is there."""

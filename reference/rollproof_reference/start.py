@@ -32,7 +32,7 @@ async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIte
     """
     if sync not in SYNCS:
         raise ValueError(f"sync is {sync!r}; allowed: {', '.join(SYNCS)}")
-    llm = start_engine(spec, **{key: _value(text) for key, text in engine.items()})
+    llm = start_engine(spec, **{key: as_value(text) for key, text in engine.items()})
     rollout: AsyncRollout | None = None
     try:
         worker = (await llm.collective_rpc("rollproof_describe"))[0]
@@ -62,7 +62,8 @@ def strategy_for(sync: str, spec: RolloutSpec, worker: dict[str, Any]) -> Sync[A
     return TensorSync() if sync == "tensors" else ArenaSync(worker)
 
 
-def _value(text: str) -> Any:
+def as_value(text: str) -> Any:
+    """An option as it was meant: JSON where it is JSON."""
     try:
         return json.loads(text)
     except ValueError:
