@@ -5,6 +5,7 @@ The rollout under test has no part in it, so a broken one can't widen its own to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -50,8 +51,13 @@ class Calibration:
         self._scale: dict[Size, float] = {}
         powers: dict[float, float] = {}
         for strength in STRENGTHS:
-            powers[strength] = min(self._power(strength, size) for size in sizes)
-            if powers[strength] >= ENOUGH:
+            best, power = max(powers.values(), default=0.0), math.inf
+            for size in sizes:
+                power = min(power, self._power(strength, size))
+                if power <= best:
+                    break  # on the other sizes it could only be worse
+            powers[strength] = power
+            if power >= ENOUGH:
                 break
         self.strength = max(powers, key=lambda strength: powers[strength])
 
@@ -77,7 +83,7 @@ class Calibration:
         self.oracle.add(adapter)
         samples = _fresh(self.oracle, adapter.version, *size, generator)
         tolerance = Tolerance.from_noise(self.oracle.noise(adapter.version, samples))
-        effect = min(_apart(self.oracle, adapter.version, BASE, samples))
+        effect = min(_apart(self.oracle, adapter.version, [BASE], samples))
         self.oracle.forget(adapter.version)
         return tolerance, effect
 
@@ -138,8 +144,7 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     for version in trials:
         samples = _fresh(oracle, version, length, n_tokens, generator)
         errors += oracle.noise(version, samples)
-        for other in (v for v in trials if v != version):
-            apart += _apart(oracle, version, other, samples)
+        apart += _apart(oracle, version, [v for v in trials if v != version], samples)
     for version in trials[1:]:
         oracle.forget(version)
     return Tolerance.from_noise(errors), min(apart)
@@ -180,13 +185,15 @@ def complete(
     """What a version itself makes of prompts: of the first half greedily, of the others sampled."""
     samples = []
     half = (len(prompts) + 1) // 2
-    for temperature, some in ((0.0, prompts[:half]), (1.0, prompts[half:])):
-        for length in dict.fromkeys(map(len, some)):  # one batch takes prompts of one length
-            batch = [prompt for prompt in some if len(prompt) == length]
-            samples += oracle.sample(version, batch, n_tokens, temperature, generator)
+    for length in dict.fromkeys(map(len, prompts)):  # one batch takes prompts of one length
+        rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+        batch, heat = [prompts[row] for row in rows], tuple(float(row >= half) for row in rows)
+        samples += oracle.sample(version, batch, n_tokens, heat, generator)
     return samples
 
 
-def _apart(oracle: Oracle, one: int, two: int, samples: list[Sample]) -> list[float]:
-    pairs = zip(oracle.score(one, samples), oracle.score(two, samples), strict=True)
+def _apart(oracle: Oracle, one: int, others: Sequence[int], samples: list[Sample]) -> list[float]:
+    """How far each other version is from one on each completion, in nats."""
+    own = oracle.score(one, samples)
+    pairs = [pair for other in others for pair in zip(own, oracle.score(other, samples), strict=True)]
     return [rms(a.logprobs - b.logprobs).item() for a, b in pairs]

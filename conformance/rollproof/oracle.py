@@ -239,24 +239,27 @@ class Oracle:
         version: int,
         prompts: Sequence[tuple[int, ...]],
         max_tokens: int,
-        temperature: float = 0.0,
+        temperature: float | Sequence[float] = 0.0,
         generator: torch.Generator | None = None,
     ) -> list[Sample]:
-        """Complete prompts of one length with the merged model itself."""
+        """Complete prompts of one length with the merged model itself, at one temperature or one for each."""
+        each = temperature if isinstance(temperature, Sequence) else [temperature] * len(prompts)
+        heat = torch.tensor(each)[:, None]
+        drawn = (heat > 0)[:, 0]
         model = self._model(version)
         step = torch.tensor(prompts, device=self.device)
         cache, columns = None, []
         for _ in range(max_tokens):
             output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            token = logits.argmax(-1, keepdim=True)
+            if drawn.any():
+                q = (logits[drawn] / heat[drawn]).softmax(-1)
+                token[drawn] = torch.multinomial(q, 1, generator=generator)
             columns.append(token)
             step = token.to(self.device)
         tokens = torch.cat(columns, 1).tolist()
-        return [Sample(p, tuple(t), temperature) for p, t in zip(prompts, tokens, strict=True)]
+        return [Sample(p, tuple(t), heat) for p, t, heat in zip(prompts, tokens, each, strict=True)]
 
     def _logits(
         self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample], recomputed: Sequence[int] = ()
