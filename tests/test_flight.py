@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeAdapter
 from rollproof.candidates import BASE, Candidate, Mixed
-from rollproof.flight import admitted, policy
+from rollproof.flight import Answer, admitted, policy
 from rollproof.history import Served
 from rollproof.judge import Scored, Tolerance, judge
 from rollproof.models import make_adapter
@@ -45,7 +45,8 @@ def observed(oracle: Oracle, truth: Candidate, noise: float = 0.0) -> torch.Tens
 def found(
     oracle: Oracle, logprobs: torch.Tensor, tolerance: Tolerance = FINE, served: Served = SERVED
 ) -> list[Candidate]:
-    return admitted(served, Capability.CONTINUE_MIXED, oracle, SAMPLE, logprobs, tolerance)
+    answer = Answer(SAMPLE, logprobs, served)
+    return admitted([answer], Capability.CONTINUE_MIXED, oracle, tolerance)[0]
 
 
 def at(*switches: tuple[int, int], anew: tuple[int, ...] = ()) -> Mixed:
@@ -111,7 +112,7 @@ def test_what_the_policy_does_not_admit_is_no_candidate(oracle: Oracle):
         (Capability.RESTART, [1, 2, 3]),
         (None, [1, 2, 3]),
     ):
-        assert admitted(SERVED, declared, oracle, SAMPLE, logprobs, FINE) == expected
+        assert admitted([Answer(SAMPLE, logprobs, SERVED)], declared, oracle, FINE) == [expected]
 
 
 def test_a_request_that_no_update_overtook_has_one_version(oracle: Oracle, adapter: MakeAdapter):
@@ -128,8 +129,8 @@ def test_a_boundary_in_a_long_prompt_is_found(oracle: Oracle):
     sample = replace(SAMPLE, prompt=prompt)
     truth = Mixed(((1, 0), (2, 202)))
     logprobs = oracle.score(truth, [sample])[0].logprobs
-    best = admitted(Served((1,), (2,)), Capability.CONTINUE_MIXED, oracle, sample, logprobs, FINE)[-1]
-    assert best == truth
+    answer = Answer(sample, logprobs, Served((1,), (2,)))
+    assert admitted([answer], Capability.CONTINUE_MIXED, oracle, FINE)[0][-1] == truth
 
 
 def test_one_policy_is_declared_or_none():

@@ -149,12 +149,14 @@ class _Judging:
                 verifier = Verifier(self._oracle, _Fixed(tolerance), self._history, self._in_flight)
                 with about(claim.what):
                     verdict, scored, _ = verifier.weighed(exchanges, [] if wrong is None else [wrong])
+                shows = [True] * len(exchanges)
+                if claim.clause == "FLIGHT-001":
+                    shows = verifier.shown(exchanges, scored)
                 found.used = max(found.used, verdict.distance / tolerance.completion)
-                for e, item, mine in zip(exchanges, scored, verdict.powers, strict=True):
+                for item, mine, show in zip(scored, verdict.powers, shows, strict=True):
                     for rival, power in mine.items():
                         powers.setdefault(item.called(rival), []).append(power)
-                    tells = min(mine.values(), default=0.0) >= POWER
-                    telling += tells and (claim.clause != "FLIGHT-001" or verifier.shows(e, item))
+                    telling += show and min(mine.values(), default=0.0) >= POWER
         except FailureError as failure:
             found.failures.append(str(failure))
             found.witness = found.witness or failure.witness

@@ -5,13 +5,14 @@ Works from the record alone, so that a history can be judged where no rollout ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from .candidates import BASE, Candidate, Mixed
-from .flight import admitted
+from .flight import Answer, admitted
 from .history import Exchange, History, Served
 from .judge import POWER, Scored, Tolerance, Verdict, judge, rms
 from .oracle import Oracle, Sample, Scores
@@ -101,28 +102,31 @@ class Verifier:
             told = f"all tokens of {len(witness)} completions, request{'s' * (len(witness) > 1)} {at}"
         return FailureError(f"{verdict.failure}; witness: {told}", witness=witness)
 
-    def shows(self, e: Exchange, item: Scored) -> bool:
-        """Whether a completion that an update overtook could have shown another policy or adapter."""
-        fit, later = item.fitting, self._served(e).later
-        if not later or self.in_flight in (None, Capability.ABORT_IN_FLIGHT):
-            return False
+    def shown(self, exchanges: Sequence[Exchange], scored: Sequence[Scored]) -> list[bool]:
+        """Which completions could have shown another policy or adapter: an update overtook them."""
+        later = [self._served(e).later for e in exchanges]
         if self.in_flight == Capability.FINISH_ON_OLD:
-            return True
+            return [bool(versions) for versions in later]
         if self.in_flight == Capability.RESTART:
-            return fit in later
-        if not isinstance(fit, Mixed):
-            return False
+            return [item.fitting in versions for item, versions in zip(scored, later, strict=True)]
+        if self.in_flight != Capability.CONTINUE_MIXED:
+            return [False] * len(exchanges)
+        wrong = [self._wrong(item) if versions else [] for item, versions in zip(scored, later, strict=True)]
+        samples = [replace(self.sample(e), temperature=0.0) for e in exchanges]
+        scores = self._scores(samples, wrong)
+        return [
+            bool(mine) and min(_apart(item, found)) >= POWER * self.tolerance([e]).completion
+            for e, item, mine, found in zip(exchanges, scored, wrong, scores, strict=True)
+        ]
+
+    def _wrong(self, item: Scored) -> list[Candidate]:
+        """A mix as it would be with other versions at its end; none where that is too near to be seen."""
+        fit = item.fitting
+        if not isinstance(fit, Mixed) or not SIDE <= _switch(item, fit) <= len(item.tokens) - SIDE:
+            return []
         *before, (version, first) = fit.parts
-        token = first - len(e.request.prompt_token_ids) + 1
-        if not SIDE <= token <= len(item.tokens) - SIDE:
-            return False
         others = [v for v in (BASE, *self.oracle.versions[-3:]) if v != version]
-        sample, tail = self.sample(e), item.scores[fit].logprobs[token:]
-        apart = []
-        for other in others:
-            wrong = Mixed((*before, (other, first)), fit.recomputed)
-            apart.append(rms(self.oracle.score(wrong, [sample])[0].logprobs[token:] - tail).item())
-        return min(apart) >= POWER * self.tolerance([e]).completion
+        return [Mixed((*before, (other, first)), fit.recomputed) for other in others]
 
     def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
         """What is allowed for completions of this size, measured once with the oracle alone."""
@@ -145,22 +149,34 @@ class Verifier:
         """Each completion with what may have served it, and scores under that and all rivals."""
         self._check_tokens(exchanges)
         samples = [self.sample(e) for e in exchanges]
-        items = []
-        for e, sample in zip(exchanges, samples, strict=True):
-            observed = None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs)
-            served = self._served(e)
-            found = admitted(served, self.in_flight, self.oracle, sample, observed, tolerance)
-            items.append((sample, observed, found))
-        # Most share their candidates, and a batch costs little more than one.
-        scores: list[dict[Candidate, Scores]] = [{} for _ in items]
-        for candidate in dict.fromkeys([*rivals, *(c for _, _, found in items for c in found)]):
-            mine = [i for i, (_, _, found) in enumerate(items) if candidate in (*rivals, *found)]
+        answers = [
+            Answer(
+                sample,
+                None if e.completion.logprobs is None else torch.tensor(e.completion.logprobs),
+                self._served(e),
+            )
+            for e, sample in zip(exchanges, samples, strict=True)
+        ]
+        found = admitted(answers, self.in_flight, self.oracle, tolerance)
+        scores = self._scores(samples, [[*rivals, *mine] for mine in found])
+        return [
+            Scored(a.sample.tokens, a.sample.temperature, a.observed, mine, by, len(a.sample.prompt))
+            for a, mine, by in zip(answers, found, scores, strict=True)
+        ]
+
+    def _scores(
+        self, samples: Sequence[Sample], wanted: Sequence[Sequence[Candidate]]
+    ) -> list[dict[Candidate, Scores]]:
+        """Each completion's scores under the candidates that are wanted for it.
+
+        Most share theirs, and a batch costs little more than one.
+        """
+        scores: list[dict[Candidate, Scores]] = [{} for _ in samples]
+        for candidate in dict.fromkeys(c for candidates in wanted for c in candidates):
+            mine = [i for i, candidates in enumerate(wanted) if candidate in candidates]
             for i, score in zip(mine, self.oracle.score(candidate, [samples[i] for i in mine]), strict=True):
                 scores[i][candidate] = score
-        return [
-            Scored(sample.tokens, sample.temperature, observed, found, scores[i], len(sample.prompt))
-            for i, (sample, observed, found) in enumerate(items)
-        ]
+        return scores
 
     def _served(self, exchange: Exchange) -> Served:
         """What may have served it; of versions with the same weights the first stands for all."""
@@ -174,3 +190,17 @@ class Verifier:
                 raise FailureError(
                     f"token {outside[0]} came back; the vocabulary has {self.oracle.vocab_size} tokens"
                 )
+
+
+def _switch(item: Scored, mix: Mixed) -> int:
+    """The token from which on a mix has its last version."""
+    return mix.parts[-1][1] - item.prompt_tokens + 1
+
+
+def _apart(item: Scored, others: Mapping[Candidate, Scores]) -> list[float]:
+    """How far other mixes are from the one that fits, over its last version's tokens, in nats."""
+    fit = item.fitting
+    assert isinstance(fit, Mixed)
+    tail = slice(_switch(item, fit), None)
+    own = item.scores[fit].logprobs[tail]
+    return [rms(other.logprobs[tail] - own).item() for other in others.values()]

@@ -32,7 +32,7 @@ async def declared(session: Session) -> str:
         answered, raised = await _overtaken(session, requests, delay, adapter, what)
         told, scored = session.verifier.judged(answered) if answered else ("", [])
         shown = raised if what == Capability.ABORT_IN_FLIGHT else 0
-        shown += sum(session.verifier.shows(e, item) for e, item in zip(answered, scored, strict=True))
+        shown += sum(session.verifier.shown(answered, scored))
         if shown:
             return f"{what}: {shown} of {len(requests)} requests in flight show it; {told}"
         if answered and not any(session.subject.history.served(e).later for e in answered):
