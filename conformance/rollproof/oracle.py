@@ -244,22 +244,20 @@ class Oracle:
     ) -> list[Sample]:
         """Complete prompts of one length with the merged model itself, at one temperature or one for each."""
         each = temperature if isinstance(temperature, Sequence) else [temperature] * len(prompts)
-        heat = torch.tensor(each)[:, None]
-        drawn = (heat > 0)[:, 0]
+        drawn = [row for row, one in enumerate(each) if one > 0]
+        heat = torch.tensor(each, device=self.device)[drawn, None]
         model = self._model(version)
         step = torch.tensor(prompts, device=self.device)
         cache, columns = None, []
         for _ in range(max_tokens):
             output = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
-            token = logits.argmax(-1, keepdim=True)
-            if drawn.any():
-                q = (logits[drawn] / heat[drawn]).softmax(-1)
-                token[drawn] = torch.multinomial(q, 1, generator=generator)
-            columns.append(token)
-            step = token.to(self.device)
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            step = logits.argmax(-1, keepdim=True)
+            if drawn:
+                step[drawn] = _draw(logits[drawn].float() / heat, generator)
+            columns.append(step)
         tokens = torch.cat(columns, 1).tolist()
-        return [Sample(p, tuple(t), heat) for p, t, heat in zip(prompts, tokens, each, strict=True)]
+        return [Sample(p, tuple(t), one) for p, t, one in zip(prompts, tokens, each, strict=True)]
 
     def _logits(
         self, models: Sequence[tuple[Any, int]], sequences: Sequence[Sample], recomputed: Sequence[int] = ()
@@ -348,6 +346,17 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def _draw(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """A token [rows, 1] of each row's distribution: a random number a row, looked up in its running sum.
+
+    A generator is bound to its device, so that numbers for the whole vocabulary would cost more than a
+    large model's forward pass: drawn on the CPU, or with the logits brought there.
+    """
+    total = logits.double().softmax(-1).cumsum(-1)
+    at = torch.rand(len(total), 1, dtype=total.dtype, generator=generator).to(total.device)
+    return torch.searchsorted(total, at * total[:, -1:], right=True)
 
 
 def _token_logprobs(logits: torch.Tensor, sequence: Sample) -> torch.Tensor:
