@@ -134,7 +134,7 @@ class Session:
         return adapter
 
     async def offer(self, adapter: Adapter) -> Exception | None:
-        """Send an adapter of which the oracle knows nothing: one that has to be refused, or one of many."""
+        """Send an adapter past the oracle: one that has to be refused, one of many, or one it was told of."""
         self.updated = True
         return await self.subject.update(adapter)
 
@@ -148,9 +148,9 @@ class Session:
         """Make the next version and have the rollout serve it (see ``serve``)."""
         return await self.serve(self.adapter(**options))
 
-    async def serve(self, adapter: Adapter) -> Adapter:
-        """Have the rollout serve an adapter. Raises FailureError if it refuses."""
-        if (error := await self.push(adapter)) is not None:
+    async def serve(self, adapter: Adapter, *, known: bool = False) -> Adapter:
+        """Have the rollout serve an adapter, which the oracle may know. Raises FailureError if it refuses."""
+        if (error := await (self.offer if known else self.push)(adapter)) is not None:
             raise FailureError(f"update_adapter refused version {adapter.version}: {told(error)}")
         return adapter
 

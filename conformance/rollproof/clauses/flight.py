@@ -13,6 +13,9 @@ from ..protocol import IN_FLIGHT, Adapter, Capability, GenerateRequest
 from ..session import PROMPT_TOKENS, PROMPTS, Session
 
 TOKENS = 64
+LONGEST = 256
+"""What a first attempt asks for at most."""
+
 ATTEMPTS = 6
 UPDATES = 3
 BESIDE = 4
@@ -24,8 +27,7 @@ async def declared(session: Session) -> str:
     what = policy(session.subject.capabilities)
     if what is None:
         raise NotApplicableError(f"the rollout declares not exactly one of {', '.join(IN_FLIGHT)}")
-    await session.update()
-    n_tokens, delay = TOKENS, await _seconds(session, TOKENS) / 3
+    n_tokens, delay = await _lengths(session)
     for _ in range(ATTEMPTS):
         adapter = session.adapter()
         requests = session.requests(session.prompts(), n_tokens)
@@ -42,6 +44,21 @@ async def declared(session: Session) -> str:
         f"underpowered: in {ATTEMPTS} attempts no request of up to {n_tokens} tokens was caught in flight in "
         f"a way that shows {what}"
     )
+
+
+async def _lengths(session: Session) -> tuple[int, float]:
+    """How many tokens to ask for, and after how many seconds to update, so that an update has an effect in
+    the middle: a large model's may take longer than ``TOKENS`` do."""
+    adapter = session.adapter()
+    session.oracle.add(adapter)
+    began = time.monotonic()
+    await session.serve(adapter, known=True)
+    updating = time.monotonic() - began
+    asking = await _seconds(session, TOKENS)
+    n_tokens, delay = TOKENS, asking / 3
+    while n_tokens < LONGEST and delay + updating > 0.75 * asking * n_tokens / TOKENS:
+        n_tokens *= 2
+    return min(n_tokens, session.subject.spec.max_model_len - PROMPT_TOKENS), delay
 
 
 async def none_lost(session: Session) -> str:
@@ -121,10 +138,11 @@ async def _overtaken(
     session: Session, requests: Sequence[GenerateRequest], delay: float, adapter: Adapter, what: Capability
 ) -> tuple[list[Exchange], int]:
     """Ask, update after ``delay`` seconds, and await the answers: those that came, how many raised."""
+    session.oracle.add(adapter)  # before they run, since with a large model it takes as long as some tokens
     tasks = [asyncio.ensure_future(session.subject.generate(request)) for request in requests]
     try:
         await asyncio.sleep(delay)
-        await session.serve(adapter)
+        await session.serve(adapter, known=True)
         return _sorted(await asyncio.gather(*tasks, return_exceptions=True), what)
     finally:
         for task in tasks:
