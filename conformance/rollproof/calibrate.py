@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -194,6 +195,8 @@ def complete(
 
 def _apart(oracle: Oracle, one: int, others: Sequence[int], samples: list[Sample]) -> list[float]:
     """How far each other version is from one on each completion, in nats."""
+    # Logprobs are all that is looked at, and those of greedy samples cost least.
+    samples = [replace(sample, temperature=0.0) for sample in samples]
     own = oracle.score(one, samples)
     pairs = [pair for other in others for pair in zip(own, oracle.score(other, samples), strict=True)]
     return [rms(a.logprobs - b.logprobs).item() for a, b in pairs]
