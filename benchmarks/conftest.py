@@ -38,6 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine", default="", help="further options for the reference: key=value,key=value")
 
 
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """Results are committed: what a run needs to say of its device is in each one's extra_info."""
+    machine_info.clear()
+
+
+def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
+    """Results are committed with what they measured."""
+    commit_info.clear()
+
+
 @pytest.fixture(scope="session")
 def on_gpu(request: pytest.FixtureRequest) -> bool:
     """Whether engine and trainer share a GPU."""

@@ -58,12 +58,9 @@ class Fill:
         self._table = self._factors = self._infinite = None
         if into and into[0].is_cuda and kernels() is not None:
             device = into[0].device
-            rows = [
-                (index, to.data_ptr(), first, to.numel(), to.shape[1], to.stride(0))
-                for index, to in enumerate(into)
-                for first in range(0, to.numel(), _ELEMENTS)
-            ]
-            self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+            self._table = _in_chunks(
+                [(to.data_ptr(), to.numel(), to.shape[1], to.stride(0)) for to in into]
+            ).to(device)
             self._factors = torch.tensor(scales, dtype=torch.float32, device=device)
             self._infinite = torch.zeros(1, dtype=torch.int32, device=device)
             self._strided = not all(to.is_contiguous() for to in into)
@@ -107,6 +104,16 @@ class Fill:
             num_warps=8,
         )
         return not self._infinite.item()
+
+
+def _in_chunks(tensors: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:
+    """Rows (tensor, address, first element, elements, columns, stride) for ``_ELEMENTS`` at a time."""
+    each = torch.tensor(tensors, dtype=torch.int64)
+    chunks = (each[:, 1] + _ELEMENTS - 1) // _ELEMENTS
+    which = torch.arange(len(each)).repeat_interleave(chunks)
+    first = (torch.arange(len(which)) - (chunks.cumsum(0) - chunks)[which]) * _ELEMENTS
+    address, elements, columns, stride = each[which].unbind(1)
+    return torch.stack([which, address, first, elements, columns, stride], 1)
 
 
 def _triton_type(dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .check import AdapterError
+from .copying import Fill
 
 if TYPE_CHECKING:
     from rollproof.protocol import Adapter
@@ -50,30 +51,40 @@ def plain_config(rank: int, target_modules: tuple[str, ...]) -> dict[str, Any]:
 
 
 def plain_adapter(adapter: Adapter, layout: Layout) -> PlainAdapter:
-    """Copy an adapter with its scales inside B, in the layout's dtype.
+    """Copy an adapter with its scales inside B, in the layout's dtype: cast first, and scaled then.
 
     Raises AdapterError for a number that is not finite, or not in that dtype. The adapter's own
-    tensors are only read.
+    tensors are only read. On a GPU all is computed there, and crosses to the host at once.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for part in layout.parts:
-        for name, factor in ((part.a, 1.0), (part.b, part.scale)):
-            tensor = adapter.tensors[name].detach()
-            if not bool(torch.isfinite(tensor).all()):
-                bad = int((~torch.isfinite(tensor)).sum())
-                raise AdapterError(
-                    f"tensor {name!r} has {bad} of {tensor.numel()} values that are NaN or infinite"
-                )
-            tensors[name] = _cast(name, tensor.to("cpu", torch.float32) * factor, layout.dtype)
-    return PlainAdapter(layout.rank, layout.target_modules, tensors)
+    names = [part.a for part in layout.parts] + [part.b for part in layout.parts]
+    scales = [1.0] * len(layout.parts) + [part.scale for part in layout.parts]
+    sources = [adapter.tensors[name].detach() for name in names]
+    sizes = [source.numel() for source in sources]
+
+    def views(flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = torch.split(flat, sizes)
+        return [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
+
+    copied = torch.empty(sum(sizes), dtype=layout.dtype, device=sources[0].device)
+    if not Fill(views(copied), scales)(sources):
+        raise _infinite(names, sources, scales, layout.dtype)
+    return PlainAdapter(
+        layout.rank, layout.target_modules, dict(zip(names, views(copied.cpu()), strict=True))
+    )
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # A tensor that needs no cast would still share the trainer's memory.
-    cast = tensor.to(dtype, copy=True).contiguous()
-    if not bool(torch.isfinite(cast).all()):
-        raise AdapterError(
-            f"tensor {name!r} overflows in {dtype}: its largest value with the "
-            f"scale is {tensor.abs().max().item():.3g}"
-        )
-    return cast
+def _infinite(
+    names: list[str], sources: list[torch.Tensor], scales: list[float], dtype: torch.dtype
+) -> AdapterError:
+    """What to say of the first tensor that has a number which is not finite, or would have one."""
+    for name, source, scale in zip(names, sources, scales, strict=True):
+        if bad := int((~torch.isfinite(source)).sum()):
+            return AdapterError(
+                f"tensor {name!r} has {bad} of {source.numel()} values that are NaN or infinite"
+            )
+        if not bool(torch.isfinite(source.to(dtype) * scale).all()):
+            return AdapterError(
+                f"tensor {name!r} overflows in {dtype}: its largest value with the "
+                f"scale is {source.float().abs().max().item() * abs(scale):.3g}"
+            )
+    return AdapterError("the adapter changed while it was copied; send it once more, and wait for the update")

@@ -95,7 +95,8 @@ class AdapterWorker:
 
         self._rollproof_count(len(blob))
         worker_manager = self.model_runner.lora_manager
-        replace_adapter(worker_manager, built_adapter(worker_manager, int_id, config, load(blob)))
+        device = str(worker_manager._adapter_manager.device)  # vLLM pins each tensor that stays on the host
+        replace_adapter(worker_manager, built_adapter(worker_manager, int_id, config, load(blob), device))
 
     def rollproof_open(
         self,
@@ -219,7 +220,7 @@ def built_adapter(
     int_id: int,
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
-    device: str = "cpu",
+    device: str,
 ) -> Any:
     """An adapter as vLLM keeps one, from a PEFT config and tensors by PEFT's names."""
     from vllm.lora.lora_model import LoRAModel
