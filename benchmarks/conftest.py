@@ -20,7 +20,7 @@ from rollproof.runner import device, versions
 from rollproof_benchmarks.baselines import BASELINES, GPU_BASELINES
 from rollproof_benchmarks.running import WORKER, Running, reference, started
 from rollproof_benchmarks.trainer import Trainer
-from rollproof_reference.check import model_layers
+from rollproof_reference.layers import model_layers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from rollproof.models import make_adapter
 from rollproof.oracle import Oracle
 from rollproof.protocol import Adapter
 from rollproof_reference import AdapterError, RankError
-from rollproof_reference.check import Checker, ModelLayers, layout, model_layers
+from rollproof_reference.check import Checker, layout
+from rollproof_reference.layers import ModelLayers, model_layers
 from rollproof_reference.plain import PlainAdapter, plain_adapter
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -156,6 +158,41 @@ def test_unsupported_configs_are_named(check, adapter: MakeAdapter, options, mes
         setattr(mine.config, name, value)
     with pytest.raises(AdapterError, match=message):
         check(mine)
+
+
+@pytest.fixture
+def dora(base_oracle: Oracle) -> Adapter:
+    return Adapter(1, *base_oracle.peft_state(use_dora=True, r=4, target_modules=["q_proj"]))
+
+
+def test_dora_is_read_where_it_can_be_served(layers: ModelLayers, dora: Adapter):
+    found = layout(dora, layers, SERVED, 24, torch.float32, dora=True)
+    assert [part.magnitude for part in found.parts] == [n for n in dora.tensors if "magnitude" in n]
+    name = found.parts[0].magnitude
+    assert name is not None
+    refused = partial(layout, layers=layers, served=SERVED, max_rank=24, dtype=torch.float32, dora=True)
+    with pytest.raises(AdapterError, match="q_proj.lora_magnitude_vector' is missing"):
+        refused(with_tensor(dora, name, None))
+    with pytest.raises(AdapterError, match=r"has the shape \[7\]; .* make it \[128\] \(\[out\]\)"):
+        refused(with_tensor(dora, name, torch.ones(7)))
+    alone = {name: tensor for name, tensor in dora.tensors.items() if "magnitude" in name}
+    with pytest.raises(AdapterError, match="and neither lora_A nor lora_B of 'model.layers.0"):
+        refused(Adapter(1, dora.config, alone))
+    dora.config.use_dora = False
+    with pytest.raises(AdapterError, match="magnitude_vector' came, and the config doesn't say use_dora"):
+        refused(dora)
+
+
+def test_dora_on_an_embedding_is_refused(base_oracle: Oracle, layers: ModelLayers):
+    config, state = base_oracle.peft_state(use_dora=True, r=4, target_modules=["embed_tokens"])
+    with pytest.raises(AdapterError, match="DoRA on the embedding 'model.embed_tokens' can't be served"):
+        layout(Adapter(1, config, state), layers, (), 24, torch.float32, dora=True)
+
+
+def test_the_engines_reason_is_given(layers: ModelLayers, embedded: Adapter):
+    why = {"embed_tokens": "it is tied"}
+    with pytest.raises(AdapterError, match=r"no adapter on 'model.embed_tokens' \(it is tied\); it does on"):
+        layout(embedded, layers, SERVED, 24, torch.float32, unserved=why)
 
 
 def test_an_adapter_like_the_last_is_checked_again_where_it_differs(layers, adapter: MakeAdapter):

@@ -12,11 +12,13 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .layers import ModelLayers
 from .rank import RankError, checked_rank
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from rollproof.protocol import Adapter
 
 _NAME = re.compile(
-    r"base_model\.model\.(?P<module>.+)\.lora_(?:(?P<half>[AB])\.weight|embedding_(?P<row>[AB]))"
+    r"base_model\.model\.(?P<module>.+)\.lora_(?:"
+    r"(?P<half>[AB])\.weight|embedding_(?P<row>[AB])|(?P<magnitude>magnitude)_vector)"
 )
 _Halves = dict[str, dict[str, tuple[str, torch.Tensor]]]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,13 +56,17 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """One module's pair: the names of A [rank, in] and B [out, rank], and the scale of their product."""
+    """One module's pair: the names of A [rank, in] and B [out, rank], and the scale of their product.
+
+    ``magnitude`` names the length of each row [out] of the adapted weight (DoRA, arXiv 2402.09353).
+    """
 
     module: str
     rank: int
     scale: float
     a: str
     b: str
+    magnitude: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,47 +87,28 @@ class Layout:
         return tuple(sorted({part.module.rpartition(".")[2] for part in self.parts}))
 
 
-@dataclass(frozen=True)
-class ModelLayers:
-    """A model's modules: ``names`` of all, ``shapes`` (in, out) of the linear ones and of the embedding,
-    whose input is the vocabulary, and what the ``output`` layer and the ``embedding`` are called."""
-
-    names: frozenset[str]
-    shapes: Mapping[str, tuple[int, int]]
-    output: str
-    embedding: str
-
-
-def model_layers(model_path: str) -> ModelLayers:
-    """The modules of the model in this folder, without its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    modules = dict(model.named_modules())
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    shapes = {
-        name: (module.in_features, module.out_features)
-        for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear)
-    }
-    rows = next((name for name, module in modules.items() if module is embedding), "")
-    return ModelLayers(
-        names=frozenset(modules),
-        shapes=shapes | {rows: (embedding.num_embeddings, embedding.embedding_dim)},
-        output=next((name for name, module in modules.items() if module is head), ""),
-        embedding=rows,
-    )
-
-
 class Checker:
     """Checks the adapters of one rollout; one like the last is only compared with it."""
 
     def __init__(
-        self, layers: ModelLayers, served: Collection[str], max_rank: int, dtype: torch.dtype
+        self,
+        layers: ModelLayers,
+        served: Collection[str],
+        max_rank: int,
+        dtype: torch.dtype,
+        *,
+        dora: bool = False,
+        unserved: Mapping[str, str] | None = None,
     ) -> None:
-        self._layers, self._served, self._max_rank, self._dtype = layers, served, max_rank, dtype
+        self._check = partial(
+            layout,
+            layers=layers,
+            served=served,
+            max_rank=max_rank,
+            dtype=dtype,
+            dora=dora,
+            unserved=unserved,
+        )
         self._last: tuple[Any, Any, Layout] | None = None
 
     def layout(self, adapter: Adapter) -> Layout:
@@ -128,24 +116,33 @@ class Checker:
         form = list(adapter.tensors), list(map(attrgetter("shape", "dtype"), adapter.tensors.values()))
         if self._last is not None and self._last[0] == form and self._last[1] == adapter.config:
             return self._last[2]
-        found = layout(adapter, self._layers, self._served, self._max_rank, self._dtype)
+        found = self._check(adapter)
         # The trainer may go on to change its config.
         self._last = form, copy.deepcopy(adapter.config), found
         return found
 
 
 def layout(
-    adapter: Adapter, layers: ModelLayers, served: Collection[str], max_rank: int, dtype: torch.dtype
+    adapter: Adapter,
+    layers: ModelLayers,
+    served: Collection[str],
+    max_rank: int,
+    dtype: torch.dtype,
+    *,
+    dora: bool = False,
+    unserved: Mapping[str, str] | None = None,
 ) -> Layout:
     """Check an adapter's config and the form of its tensors against the model.
 
-    ``served`` are the last name parts that the engine puts an adapter on (empty: unknown). Raises
-    AdapterError or RankError.
+    ``served`` are the last name parts that the engine puts an adapter on (empty: unknown), ``unserved``
+    says of others why it doesn't, and ``dora`` whether a magnitude can be served. Raises AdapterError or
+    RankError.
     """
     config = adapter.config
-    _check_config(config)
+    _check_config(config, dora)
     halves = _split(adapter.tensors, layers.embedding)
-    _check_targets(config, halves, layers, served)
+    _check_targets(config, halves, layers, served, unserved or {})
+    _check_magnitudes(config, halves, layers)
     scales = {module: _rank_and_scale(config, module) for module in sorted(halves)}
     highest = max(rank for rank, _ in scales.values())
     if highest > max_rank:
@@ -156,14 +153,20 @@ def layout(
     parts = []
     for module, (rank, scale) in scales.items():
         n_in, n_out = layers.shapes[module]
-        for half, shape in (("A", (rank, n_in)), ("B", (n_out, rank))):
-            _check_form(*halves[module][half], half, shape)
-        parts.append(Part(module, rank, scale, halves[module]["A"][0], halves[module]["B"][0]))
+        shapes = {"A": (rank, n_in), "B": (n_out, rank), "magnitude": (n_out,)}
+        for half, named in halves[module].items():
+            _check_form(*named, half, shapes[half])
+        names = {half: name for half, (name, _) in halves[module].items()}
+        parts.append(Part(module, rank, scale, names["A"], names["B"], names.get("magnitude")))
     return Layout(tuple(parts), dtype)
 
 
-def _check_config(config: LoraConfig) -> None:
-    found = [text for name, text in _UNSUPPORTED.items() if getattr(config, name, None)]
+def _check_config(config: LoraConfig, dora: bool) -> None:
+    found = [
+        text
+        for name, text in _UNSUPPORTED.items()
+        if getattr(config, name, None) and not (dora and name == "use_dora")
+    ]
     init = getattr(config, "init_lora_weights", True)
     if isinstance(init, str) and init not in _PLAIN_INITS:
         found.append(f"init_lora_weights={init!r} (it rewrites the base weights)")
@@ -182,14 +185,17 @@ def _split(tensors: Mapping[str, torch.Tensor], embedding: str) -> _Halves:
     halves: _Halves = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
-        if match is None or (match["half"] is None) != (match["module"] == embedding):
+        wanted = "row" if match is not None and match["module"] == embedding else "half"
+        if match is None or not (match[wanted] or match["magnitude"]):
             raise AdapterError(
                 f"tensor {name!r} has no name of PEFT's form "
                 "'base_model.model.<module>.lora_A.weight' (or lora_B; for an embedding lora_embedding_A); "
                 "send what get_peft_model_state_dict gives, without wrapper prefixes"
             )
-        halves.setdefault(match["module"], {})[match["half"] or match["row"]] = name, tensor
-    for pair in halves.values():
+        halves.setdefault(match["module"], {})[match[wanted] or match["magnitude"]] = name, tensor
+    for module, pair in halves.items():
+        if "A" not in pair and "B" not in pair:
+            raise AdapterError(f"{pair['magnitude'][0]!r} came, and neither lora_A nor lora_B of {module!r}")
         for half, other in ("AB", "BA"):
             if half not in pair:
                 start, _, end = pair[other][0].rpartition(f"_{other}")
@@ -198,7 +204,11 @@ def _split(tensors: Mapping[str, torch.Tensor], embedding: str) -> _Halves:
 
 
 def _check_targets(
-    config: LoraConfig, halves: Collection[str], layers: ModelLayers, served: Collection[str]
+    config: LoraConfig,
+    halves: Collection[str],
+    layers: ModelLayers,
+    served: Collection[str],
+    unserved: Mapping[str, str],
 ) -> None:
     targeted = _targeted(config, layers)
     if other := sorted(targeted - set(layers.shapes)):
@@ -215,8 +225,9 @@ def _check_targets(
         if module not in targeted:
             raise AdapterError(f"tensors came for {module!r}, which the config does not target")
         if served and leaf not in served:
+            why = f" ({unserved[leaf]})" if leaf in unserved else ""
             raise AdapterError(
-                f"the engine puts no adapter on {module!r}; it does on {', '.join(sorted(served))}"
+                f"the engine puts no adapter on {module!r}{why}; it does on {', '.join(sorted(served))}"
             )
     if lost := sorted(targeted - set(halves)):
         raise AdapterError(
@@ -224,6 +235,22 @@ def _check_targets(
             + (f" (nor for {len(lost) - 1} more)" if len(lost) > 1 else "")
             + "; send all of the adapter's tensors, or narrow target_modules"
         )
+
+
+def _check_magnitudes(config: LoraConfig, halves: _Halves, layers: ModelLayers) -> None:
+    for module, pair in halves.items():
+        if config.use_dora and module == layers.embedding:
+            raise AdapterError(
+                f"DoRA on the embedding {module!r} can't be served; leave it out of the targets"
+            )
+        if config.use_dora and "magnitude" not in pair:
+            start = pair["A"][0].removesuffix("lora_A.weight")
+            raise AdapterError(f"the config uses DoRA, and tensor '{start}lora_magnitude_vector' is missing")
+        if "magnitude" in pair and not config.use_dora:
+            raise AdapterError(
+                f"tensor {pair['magnitude'][0]!r} came, and the config doesn't say use_dora; export the one "
+                "that the adapter was trained with"
+            )
 
 
 def _leaves(names: Collection[str]) -> list[str]:
@@ -259,9 +286,9 @@ def _rank_and_scale(config: LoraConfig, module: str) -> tuple[int, float]:
     return rank, scale
 
 
-def _check_form(name: str, tensor: torch.Tensor, half: str, shape: tuple[int, int]) -> None:
+def _check_form(name: str, tensor: torch.Tensor, half: str, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        layout = "[rank, in]" if half == "A" else "[out, rank]"
+        layout = {"A": "[rank, in]", "B": "[out, rank]", "magnitude": "[out]"}[half]
         raise AdapterError(
             f"tensor {name!r} has the shape {list(tensor.shape)}; the model and the config's rank "
             f"make it {list(shape)} ({layout})"

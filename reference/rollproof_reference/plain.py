@@ -5,6 +5,7 @@ Nothing here knows an engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +68,14 @@ def plain_adapter(adapter: Adapter, layout: Layout) -> PlainAdapter:
 
     copied = torch.empty(sum(sizes), dtype=layout.dtype, device=sources[0].device)
     if not Fill(views(copied), scales)(sources):
-        raise _infinite(names, sources, scales, layout.dtype)
+        raise infinite(names, sources, scales, layout.dtype)
     return PlainAdapter(
         layout.rank, layout.target_modules, dict(zip(names, views(copied.cpu()), strict=True))
     )
 
 
-def _infinite(
-    names: list[str], sources: list[torch.Tensor], scales: list[float], dtype: torch.dtype
+def infinite(
+    names: Sequence[str], sources: Sequence[torch.Tensor], scales: Sequence[float], dtype: torch.dtype
 ) -> AdapterError:
     """What to say of the first tensor that has a number which is not finite, or would have one."""
     for name, source, scale in zip(names, sources, scales, strict=True):

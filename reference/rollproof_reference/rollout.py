@@ -11,6 +11,8 @@ What it does, and each of these is a fault that somebody shipped by leaving it o
 5. An update is checked whole before anything changes, and happens whole or not at all.
 
 Requests in flight during an update go on with the new weights and the KV they have ("continue-mixed").
+With a strategy that merges the adapter into the engine's weights (sync/fold.py) there is no id and no
+LoRARequest (2 and 3), and no base model beside the adapter.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from rollproof.protocol import (
     RolloutSpec,
 )
 
-from .check import AdapterError, Checker, model_layers
+from .check import AdapterError, Checker
 from .engine import can_sleep, describe
+from .layers import model_layers
 from .sampling import (
     ROUTES,
     check_request,
@@ -60,6 +63,8 @@ _ABORT_SECONDS = 30
 _UPDATE_SECONDS = 30
 # Which models take an adapter here is up to vLLM: a Llama does, a Qwen2 doesn't.
 _ENDS = {"embed_tokens": Capability.EMBED_TOKENS, "lm_head": Capability.LM_HEAD}
+# What takes an engine that tells adapters and base model apart.
+_BY_ID = {Capability.BASE, Capability.INVENTORY, Capability.STABLE_ID}
 
 
 class RolloutClosedError(RuntimeError):
@@ -92,17 +97,33 @@ class AsyncRollout:
     lora_name = "rollproof-policy"
     lora_int_id = 1
 
-    def __init__(self, engine: AsyncLLM, spec: RolloutSpec, sync: Sync[Any], served: list[str]) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        spec: RolloutSpec,
+        sync: Sync[Any],
+        served: list[str],
+        unserved: dict[str, str] | None = None,
+    ) -> None:
         self.engine = engine
         self.spec = spec
         self.sync = sync
         self.details = describe(engine) | {"sync": sync.name}
         self.version: int | None = None
         self._layers = model_layers(spec.model_path)
-        self._checker = Checker(self._layers, served, spec.max_lora_rank, getattr(torch, spec.dtype))
+        self._checker = Checker(
+            self._layers,
+            served,
+            spec.max_lora_rank,
+            getattr(torch, spec.dtype),
+            dora=sync.merges,
+            unserved=unserved,
+        )
         self.served = served
         self._asleep = 0
         self.capabilities = type(self).capabilities | {_ENDS[name] for name in _ENDS if name in served}
+        if sync.merges:
+            self.capabilities -= _BY_ID
         if can_sleep(engine):
             self.capabilities |= {Capability.SLEEP}
         self._rank: int | None = None
@@ -173,8 +194,8 @@ class AsyncRollout:
             self._check_idle()
             self.version, self._rank, self._path = None, None, None
             self._epoch += 1
-            await _to_the_end(self.engine.remove_lora(self.lora_int_id))
             self.sync.unloaded()
+            await _to_the_end(self._restore())
 
     async def sleep(self, level: int) -> None:
         """Free the device's memory until ``wake``: level 1 keeps the weights on the host, 2 drops them.
@@ -187,6 +208,9 @@ class AsyncRollout:
             self._check_open()
             self._check_idle()
             self._asleep = level
+            if self.sync.merges:
+                # So that what is kept, or read again, are the base weights, and there is one copy of them.
+                await self.engine.collective_rpc("rollproof_unfold")
             await self.engine.sleep(level)
 
     async def wake(self) -> None:
@@ -198,13 +222,16 @@ class AsyncRollout:
             if self._asleep == 2:
                 # The adapter's buffers went with the base weights.
                 await self.engine.collective_rpc("rollproof_reload")
-                await self.sync.restore(self.engine, self.lora_name, self.lora_int_id)
+            if self._asleep == 2 or self.sync.merges:
+                await self._restore()
             self._epoch += 1
             self._asleep = 0
 
     async def loaded_adapters(self) -> list[LoadedAdapter]:
         """What the engine itself lists, with the name and rank of the one that this rollout loaded."""
         self._check_open()
+        if self.sync.merges:
+            raise RuntimeError(f"with sync={self.sync.name} the engine knows of no adapter, and lists none")
         return [
             LoadedAdapter(self.lora_name, int_id, self._rank)
             if int_id == self.lora_int_id
@@ -261,22 +288,27 @@ class AsyncRollout:
         self._check_open()
         check_request(request, self.spec.max_model_len)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
-        lora = self._lora_request() if request.adapter else None
-        if lora is not None and (salt := self._cache_salt()) is not None:
+        lora, epoch = self._lora_request() if request.adapter else None, self._epoch
+        self._check_base(request, epoch)
+        # In weights that change, the base model's KV too is of one epoch alone.
+        if (lora is not None or self.sync.merges) and (salt := self._cache_salt()) is not None:
             prompt["cache_salt"] = salt
         request_id = f"rollproof-{self._life}-{next(self._ids)}"
         self._running.add(request_id)
         try:
-            async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
-                yield output
+            found = self.engine.generate(prompt, params, request_id, lora_request=lora)
+            async with aclosing(found) as outputs:
+                async for output in outputs:
+                    self._check_base(request, epoch)
+                    yield output
         finally:
             self._running.discard(request_id)
         if self._closed:
             raise RolloutClosedError("the rollout was closed while this request ran, and aborted it")
 
     def _lora_request(self) -> LoRARequest | None:
-        """The adapter that a request starting now is served with; None before the first update."""
-        if self._path is None:
+        """The adapter that a request starting now is served with; None where none is needed."""
+        if not self._path:
             return None
         return LoRARequest(self.lora_name, self.lora_int_id, self._path)
 
@@ -309,7 +341,11 @@ class AsyncRollout:
             )  # the update will see it
             await asyncio.sleep(0)
 
+    async def _restore(self) -> None:
+        await self.sync.restore(self.engine, self.lora_name, self.lora_int_id)
+
     async def _commit(self, version: int, prepared: Any) -> None:
+        self._epoch += 1  # with merged weights, base requests in flight end here
         try:
             path = await self.sync.push(self.engine, self.lora_name, self.lora_int_id, prepared)
         finally:
@@ -322,6 +358,15 @@ class AsyncRollout:
             raise RolloutClosedError("the rollout is closed; start another with make()")
         if self._asleep:
             raise RuntimeError(f"the rollout sleeps at level {self._asleep}; wake it first")
+
+    def _check_base(self, request: GenerateRequest, epoch: int) -> None:
+        """Raise for a request to the base model where the weights aren't its own, or weren't all the time."""
+        if request.adapter or not self.sync.merges or (self.version is None and self._epoch == epoch):
+            return
+        raise RuntimeError(
+            f"with sync={self.sync.name} the adapter is part of the engine's own weights, so the base model "
+            "can be served before the first update alone; unload the adapter, or use another sync"
+        )
 
     def _check_idle(self) -> None:
         if self._running:

@@ -14,15 +14,60 @@ from typing import Any
 
 import torch
 
+from .arena import Received
 from .copying import Copies
 from .memory import mapped
 
 
-class AdapterWorker:
-    """Methods added to vLLM's worker. They run between two steps of the engine."""
+class EngineWorker:
+    """What is added to vLLM's worker, however adapters come: counters, processes, reading weights again."""
 
     model_runner: Any
     rollproof_counted: dict[str, int] | None = None
+
+    def rollproof_counters(self) -> dict[str, int]:
+        """How often this worker took an adapter's weights, their bytes, and the model's forward passes."""
+        if self.rollproof_counted is None:
+            self.rollproof_counted = _count(self.model_runner)
+        return self.rollproof_counted
+
+    def rollproof_uncounted(self) -> str:
+        """Begin to count; what this vLLM lacks for it."""
+        try:
+            self.rollproof_counters()
+        except AttributeError as error:
+            return str(error)
+        return ""
+
+    def rollproof_processes(self) -> list[int]:
+        """This process and the one that started it: the engine's own, or the rollout's."""
+        return [os.getpid(), os.getppid()]
+
+    def rollproof_reload(self) -> None:
+        """Read the base weights from the model's folder again, after a sleep that dropped them."""
+        runner = self.model_runner
+        wrapped = _without_reload(runner.get_model())
+        try:
+            for parent, leaf, layer in wrapped:
+                setattr(parent, leaf, layer.base_layer)
+            runner.reload_weights()
+        finally:
+            for parent, leaf, layer in wrapped:
+                setattr(parent, leaf, layer)
+        if (manager := getattr(runner, "lora_manager", None)) is not None:
+            # What the kernels read of the last batch was dropped too; vLLM rewrites it for another mapping
+            # only.
+            manager._adapter_manager._last_mapping = None
+
+    def _rollproof_count(self, size: int) -> None:
+        if (counted := self.rollproof_counted) is not None:
+            counted["adapter_reads"] += 1
+            counted["adapter_bytes"] += size
+
+
+class AdapterWorker(EngineWorker):
+    """Methods added to the worker of an engine with LoRA. They run between two steps of the engine."""
+
     rollproof_arenas: dict[str, _Arena] | None = None
 
     def rollproof_describe(self) -> dict[str, Any]:
@@ -60,30 +105,15 @@ class AdapterWorker:
         }
         if not all(hasattr(manager, name) for name in ("pin_adapter", "lora_index_to_id")):
             odd = served
-        try:
-            self.rollproof_counters()
-            uncounted = ""
-        except AttributeError as error:
-            uncounted = str(error)
         device = torch.device(getattr(self.model_runner, "device", "cpu"))
         return {
             "served": sorted(served),
             "lacking": lacking,
-            "uncounted": uncounted,
+            "uncounted": self.rollproof_uncounted(),
             "arena": sorted(served - odd),
             "max_lora_rank": getattr(getattr(manager, "lora_config", None), "max_lora_rank", 0),
             "uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
         }
-
-    def rollproof_counters(self) -> dict[str, int]:
-        """How often this worker took an adapter's weights, their bytes, and the model's forward passes."""
-        if self.rollproof_counted is None:
-            self.rollproof_counted = _count(self.model_runner)
-        return self.rollproof_counted
-
-    def rollproof_processes(self) -> list[int]:
-        """This process and the one that started it: the engine's own, or the rollout's."""
-        return [os.getpid(), os.getppid()]
 
     def rollproof_swap(self, int_id: int, config: dict[str, Any], blob: bytes) -> None:
         """Serve the tensors of a safetensors ``blob`` under ``int_id`` from the next step on.
@@ -120,25 +150,6 @@ class AdapterWorker:
         arena.commit(int_id, half, again)
         self.rollproof_arenas = {key: arena}
 
-    def _rollproof_count(self, size: int) -> None:
-        if (counted := self.rollproof_counted) is not None:
-            counted["adapter_reads"] += 1
-            counted["adapter_bytes"] += size
-
-    def rollproof_reload(self) -> None:
-        """Read the base weights from the model's folder again, after a sleep that dropped them."""
-        runner = self.model_runner
-        wrapped = _without_reload(runner.get_model())
-        try:
-            for parent, leaf, layer in wrapped:
-                setattr(parent, leaf, layer.base_layer)
-            runner.reload_weights()
-        finally:
-            for parent, leaf, layer in wrapped:
-                setattr(parent, leaf, layer)
-        # What the kernels read of the last batch was dropped too; vLLM rewrites it for another mapping only.
-        runner.lora_manager._adapter_manager._last_mapping = None
-
 
 class _Arena:
     """Two halves of shared memory, each an adapter in the form that vLLM keeps one in.
@@ -156,13 +167,9 @@ class _Arena:
     ) -> None:
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
-        self._shared = memory
         device = self._manager.device
-        # Memory of the host is copied to the device whole, and to its places from there.
-        self._memory = (
-            memory if memory.device.type == device.type else torch.empty_like(memory, device=device)
-        )
-        self.bytes = memory[0].numel() * memory.element_size()
+        self._received = Received(memory, device)
+        self._memory, self.bytes = self._received.memory, self._received.bytes
         self._loras = []
         for half in self._memory:
             views = {
@@ -173,16 +180,11 @@ class _Arena:
             self._manager._create_merged_loras_inplace(self._model)
             self._loras.append(self._model.loras)
         self._copies = {(half, 0): Copies(self._pairs(half, 0)) for half in (0, 1)}
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def commit(self, int_id: int, half: int, again: bool) -> None:
         """Have every later step compute with this half."""
         manager, model = self._manager, self._model
-        if self._copied is not None:
-            # The sender writes to a half again after the update that follows: by then its copy has ended.
-            self._copied.synchronize()
-        if self._memory is not self._shared:
-            self._memory[half].copy_(self._shared[half])
+        self._received.receive(half)
         if again or manager.get_adapter(int_id) is not model or int_id not in manager.lora_index_to_id:
             model.id, model.loras = int_id, self._loras[half]
             replace_adapter(self._worker_manager, model)
@@ -194,8 +196,7 @@ class _Arena:
             with torch.inference_mode():
                 self._copies[place]()
             model.loras = self._loras[half]
-        if self._copied is not None:
-            self._copied.record()
+        self._received.used()
 
     def _pairs(self, half: int, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(what the kernels read, what is shared) for each tensor of a half. Raises ValueError."""
@@ -235,7 +236,7 @@ def built_adapter(
         device=device,
         dtype=worker_manager.lora_config.lora_dtype,
         model_vocab_size=getattr(worker_manager, "vocab_size", None),
-        weights_mapper=_renames(worker_manager._adapter_manager.model),
+        weights_mapper=renames(worker_manager._adapter_manager.model),
     )
 
 
@@ -286,8 +287,16 @@ def _without_reload(model: Any) -> list[tuple[Any, str, Any]]:
 def _count(runner: Any) -> dict[str, int]:
     """Count the adapters that vLLM loads from folders, and the steps that compute a token."""
     counted = {"adapter_reads": 0, "adapter_bytes": 0, "engine_steps": 0}
-    manager = runner.lora_manager
-    load, execute = manager._load_adapter, runner.execute_model
+    manager, execute = getattr(runner, "lora_manager", None), runner.execute_model
+
+    def counting_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        counted["engine_steps"] += scheduler_output.total_num_scheduled_tokens > 0
+        return execute(scheduler_output, *args, **kwargs)
+
+    if manager is None:
+        runner.execute_model = counting_execute
+        return counted
+    load = manager._load_adapter
 
     def counting_load(*args: Any, **kwargs: Any) -> Any:
         loaded = load(*args, **kwargs)
@@ -299,10 +308,6 @@ def _count(runner: Any) -> dict[str, int]:
         )
         return loaded
 
-    def counting_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        counted["engine_steps"] += scheduler_output.total_num_scheduled_tokens > 0
-        return execute(scheduler_output, *args, **kwargs)
-
     manager._load_adapter, runner.execute_model = counting_load, counting_execute
     return counted
 
@@ -313,7 +318,8 @@ def _activate(manager: Any, adapter: Any) -> None:
         manager.activate_adapter(adapter.id)
 
 
-def _renames(model: Any) -> Any:
+def renames(model: Any) -> Any:
+    """What maps the names of Hugging Face's modules to those of vLLM's model, one by one."""
     # The model's mapper also fuses q/k/v names, which would break names of single projections: what
     # keeps only the renames is called get_rename_mapper from 0.32 on, get_unstacked_mapper before.
     mapper = getattr(model, "hf_to_vllm_mapper", None)

@@ -34,6 +34,9 @@ class Sync(Protocol[P]):
     name: str
     in_thread: bool
     """Whether ``prepare`` takes long, and so has to run beside the event loop."""
+    merges: bool
+    """Whether the adapter becomes part of the engine's own weights. It has no id there then, the base model
+    can't be served beside it, and DoRA can be."""
 
     def prepare(self, adapter: Adapter, layout: Layout) -> P:
         """Copy the adapter's numbers and check them: what was pushed last still serves, whatever comes of it.
@@ -47,7 +50,7 @@ class Sync(Protocol[P]):
         ...
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: P) -> str:
-        """Replace the weights under ``int_id``; return the ``lora_path`` for requests."""
+        """Replace the weights under ``int_id``; return the ``lora_path`` for requests, "" for none."""
         ...
 
     async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
@@ -55,7 +58,7 @@ class Sync(Protocol[P]):
         ...
 
     def unloaded(self) -> None:
-        """The adapter was removed from the engine: there is nothing to go back to."""
+        """Forget what was pushed last: ``restore`` removes it from the engine."""
         ...
 
     def close(self) -> None:

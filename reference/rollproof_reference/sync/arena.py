@@ -7,16 +7,10 @@ engine's worker, which copies that half into the memory that its kernels read, b
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
-import torch
-
-from ..copying import Fill
-from ..memory import Shared, local_device
-from ..plain import PlainAdapter, plain_adapter, plain_config
+from ..arena import Arena, Filled, filled
+from ..plain import PlainAdapter, plain_config
 from .tensors import IN_MEMORY, TensorSync
 
 if TYPE_CHECKING:
@@ -24,96 +18,9 @@ if TYPE_CHECKING:
 
     from rollproof.protocol import Adapter
 
-    from ..check import Layout, Part
+    from ..check import Layout
 
 _log = logging.getLogger(__name__)
-
-_ALIGNED = 64
-"""Each tensor begins at a multiple of so many elements: kernels move many bytes at once from there."""
-
-Place = tuple[str, int, int, int]
-"""A tensor in half of an arena: PEFT's name, its first element, its rows and columns."""
-
-
-class Arena:
-    """Room for two adapters on the same modules: ``memory`` is [2, elements], one half for each.
-
-    A is [max_rank, in] and B [out, max_rank], as vLLM keeps them, zero beyond the adapter's own rank.
-    """
-
-    def __init__(
-        self, parts: Sequence[Part], max_rank: int, shapes: dict[str, torch.Size], layout: Layout, uuid: str
-    ) -> None:
-        sizes = [(part.a, max_rank, shapes[part.a][1]) for part in parts]
-        sizes += [(part.b, shapes[part.b][0], max_rank) for part in parts]
-        self.places: list[Place] = []
-        end = 0
-        for name, rows, columns in sizes:
-            self.places.append((name, end, rows, columns))
-            end += -(-rows * columns // _ALIGNED) * _ALIGNED
-        device = local_device(uuid)
-        if device is None:
-            self.shared = Shared.on_host((2, end), layout.dtype)
-        else:
-            self.shared = Shared.on_gpu((2, end), layout.dtype, device)
-        self.key = uuid4().hex
-        self.modules = [part.module for part in parts]
-        self.max_rank = max_rank
-        self.leaves = layout.target_modules
-        self.open = False
-        self._filling: list[_Filling | None] = [None, None]
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Both halves."""
-        return self.shared.tensor
-
-    def fill(self, half: int, adapter: Adapter, layout: Layout) -> None:
-        """Copy an adapter into one half. Raises AdapterError for numbers that can't be served.
-
-        Cast first and scaled then, as vLLM does it when it loads a folder. When it returns, the
-        copy has ended, and the adapter's tensors may be overwritten.
-        """
-        filling = self._filling[half]
-        if filling is None or filling.layout is not layout:
-            self.memory[half].zero_()  # a rank of its own leaves other parts untouched
-            filling = self._filling[half] = _Filling.of(self, half, layout)
-        if not filling.fill([adapter.tensors[name] for name in filling.names]):
-            plain_adapter(adapter, layout)  # which names the tensor
-
-
-@dataclass(frozen=True)
-class _Filling:
-    """How an adapter of one layout goes into a half: tensors by name, in the order that ``fill`` takes."""
-
-    layout: Layout
-    names: list[str]
-    fill: Fill
-
-    @classmethod
-    def of(cls, arena: Arena, half: int, layout: Layout) -> _Filling:
-        whole = {
-            name: arena.memory[half, first : first + rows * columns].view(rows, columns)
-            for name, first, rows, columns in arena.places
-        }
-        into = [whole[part.a][: part.rank] for part in layout.parts]
-        into += [whole[part.b][:, : part.rank] for part in layout.parts]
-        names = [part.a for part in layout.parts] + [part.b for part in layout.parts]
-        return cls(layout, names, Fill(into, [1.0] * len(layout.parts) + [p.scale for p in layout.parts]))
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A half of an arena, filled with an adapter."""
-
-    arena: Arena
-    half: int
-    layout: Layout
-
-    @property
-    def rank(self) -> int:
-        """The highest that a module has."""
-        return self.layout.rank
 
 
 class ArenaSync:
@@ -125,6 +32,7 @@ class ArenaSync:
 
     name = "arena"
     in_thread = False
+    merges = False
 
     def __init__(self, worker: dict[str, Any]) -> None:
         self._served = frozenset(worker["arena"])
@@ -139,25 +47,16 @@ class ArenaSync:
         if other := sorted(set(layout.target_modules) - self._served):
             self._warn(other[0])
             return self._other.prepare(adapter, layout)
-        arena = self._arena
-        if arena is None or arena.modules != [part.module for part in layout.parts]:
-            shapes = {name: tensor.shape for name, tensor in adapter.tensors.items()}
-            arena = Arena(layout.parts, self._max_rank, shapes, layout, self._uuid)
-        serving = self._last
-        half = 1 - serving.half if serving is not None and serving.arena is arena else 0
-        arena.fill(half, adapter, layout)
-        return Filled(arena, half, layout)
+        arena, ranks = self._arena, [self._max_rank] * len(layout.parts)
+        if arena is None or not arena.fits(layout, ranks):
+            arena = Arena(adapter, layout, ranks, self._uuid, scaled=True)
+        return filled(arena, self._last, adapter, layout)
 
     def holds(self, prepared: Filled | PlainAdapter) -> bool:
         """Compare the two halves."""
         if isinstance(prepared, PlainAdapter):
             return self._other.holds(prepared)
-        last = self._last
-        return (
-            last is not None
-            and last.arena is prepared.arena
-            and last.arena.memory[last.half].equal(prepared.arena.memory[prepared.half])
-        )
+        return prepared.equals(self._last)
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: Filled | PlainAdapter) -> str:
         """Tell the workers to copy, and see that every one did."""
@@ -198,7 +97,7 @@ class ArenaSync:
     async def _commit(self, engine: AsyncLLM, int_id: int, filled: Filled, again: bool = False) -> None:
         arena = filled.arena
         if not arena.open:
-            config = plain_config(arena.max_rank, arena.leaves)
+            config = plain_config(self._max_rank, arena.leaves)
             try:
                 await engine.collective_rpc(
                     "rollproof_open", args=(arena.key, config, arena.shared.handle, arena.places)

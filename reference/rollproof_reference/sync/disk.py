@@ -32,6 +32,7 @@ class DiskSync:
 
     name = "disk"
     in_thread = True
+    merges = False
 
     def __init__(self, workdir: str) -> None:
         self._roots = [Path(tempfile.mkdtemp(prefix="rollproof-", dir=workdir))]

@@ -27,6 +27,7 @@ class TensorSync:
 
     name = "tensors"
     in_thread = True
+    merges = False
 
     def __init__(self) -> None:
         self._last: tuple[dict[str, Any], bytes] | None = None
