@@ -22,7 +22,7 @@ from rollproof.oracle import Oracle, Sample
 from rollproof.protocol import Adapter, Completion, GenerateRequest, RolloutSpec
 from rollproof_reference import AdapterError, AsyncRollout, RolloutClosedError, make, start_engine
 from rollproof_reference.plain import PlainAdapter
-from rollproof_reference.start import SYNCS, strategy_for
+from rollproof_reference.start import WITH_LORA, strategy_for
 from rollproof_reference.sync import Sync
 from rollproof_reference.sync.disk import DiskSync
 from rollproof_reference.sync.tensors import TensorSync
@@ -35,7 +35,7 @@ def oracle(model_path: Path, spec: RolloutSpec) -> Oracle:
     return Oracle(model_path, getattr(torch, spec.dtype))
 
 
-@pytest_asyncio.fixture(loop_scope="session", params=SYNCS)
+@pytest_asyncio.fixture(loop_scope="session", params=WITH_LORA)
 async def rollout(
     request: pytest.FixtureRequest, running: AsyncRollout, spec: RolloutSpec
 ) -> AsyncIterator[AsyncRollout]:
@@ -305,6 +305,6 @@ def test_a_missing_model_folder_is_named(spec: RolloutSpec):
 
 
 async def test_an_unknown_strategy_is_refused_before_the_engine_starts(spec: RolloutSpec):
-    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors, arena"):
+    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors, arena, fold"):
         async with make(spec, sync="telepathy"):
             pass

@@ -10,7 +10,7 @@ import torch
 from conftest import MakeAdapter
 from rollproof.protocol import GenerateRequest, RolloutSpec
 from rollproof_reference import AsyncRollout, start_engine
-from rollproof_reference.start import SYNCS, strategy_for
+from rollproof_reference.start import WITH_LORA, strategy_for
 from rollproof_reference.sync import Sync
 from rollproof_reference.sync.tensors import TensorSync
 
@@ -25,7 +25,7 @@ async def test_lost_weights_are_read_again(extension: str, spec: RolloutSpec, ad
     engine = start_engine(spec, worker_extension_cls=f"sleeping.{extension}", enable_prefix_caching=False)
     worker = (await engine.collective_rpc("rollproof_describe"))[0]
     try:
-        for version, name in enumerate(SYNCS, 1):
+        for version, name in enumerate(WITH_LORA, 1):
             sync = strategy_for(name, spec, worker)
             await through_a_loss(AsyncRollout(engine, spec, sync, worker["served"]), sync, adapter, version)
     finally:

@@ -1,7 +1,7 @@
-"""Starting vLLM with LoRA, and whatever differs between its versions on this side of the engine.
+"""Starting vLLM, and whatever differs between its versions on this side of the engine.
 
-With ``worker.py`` this is the only place that touches what vLLM does not document. It knows no
-adapter and no rollout.
+With ``worker.py`` and ``fold_worker.py`` this is the only place that touches what vLLM does not document.
+It knows no adapter and no rollout.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def can_sleep(engine: AsyncLLM) -> bool:
     return torch.cuda.is_available() and bool(getattr(model, "enable_sleep_mode", False))
 
 
-def start_engine(spec: RolloutSpec, **overrides: Any) -> AsyncLLM:
+def start_engine(spec: RolloutSpec, *, merges: bool = False, **overrides: Any) -> AsyncLLM:
     """Start vLLM for this spec with LoRA enabled, sized for ``spec.max_lora_rank``.
+
+    With ``merges`` LoRA stays off: the adapter is going to be folded into the engine's own weights.
 
     ``overrides`` go to ``AsyncEngineArgs`` last. Raises FileNotFoundError for a model folder that
     isn't there and RankError for a rank that vLLM can't hold, both before anything starts.
@@ -77,15 +79,20 @@ def start_engine(spec: RolloutSpec, **overrides: Any) -> AsyncLLM:
         "enforce_eager": not on_gpu,
         "gpu_memory_utilization": 0.5,
         "disable_log_stats": True,
-        "worker_extension_cls": "rollproof_reference.worker.AdapterWorker",
-        "enable_lora": True,
-        # On the CPU vLLM marks a request without adapter as slot -1 and indexes the last slot with it
-        # (vllm/lora/ops/torch_ops), so the last one has to stay empty: base requests in a batch with
-        # adapter requests would get the adapter.
-        "max_loras": 1 if on_gpu else 2,
-        "max_lora_rank": max_lora_rank(spec.max_lora_rank),
-        **overrides,
     }
+    if merges:
+        args["worker_extension_cls"] = "rollproof_reference.fold_worker.FoldWorker"
+    else:
+        args |= {
+            "worker_extension_cls": "rollproof_reference.worker.AdapterWorker",
+            "enable_lora": True,
+            # On the CPU vLLM marks a request without adapter as slot -1 and indexes the last slot with it
+            # (vllm/lora/ops/torch_ops), so the last one has to stay empty: base requests in a batch with
+            # adapter requests would get the adapter.
+            "max_loras": 1 if on_gpu else 2,
+            "max_lora_rank": max_lora_rank(spec.max_lora_rank),
+        }
+    args |= overrides
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -15,35 +15,49 @@ from .rollout import AsyncRollout
 from .sync import Sync
 from .sync.arena import ArenaSync
 from .sync.disk import DiskSync
+from .sync.fold import PRISTINE, FoldSync
 from .sync.tensors import TensorSync
 
 _log = logging.getLogger(__name__)
 
-SYNCS = ("disk", "tensors", "arena")
-"""The ways to bring an adapter into the engine (see ``sync``)."""
+WITH_LORA = ("disk", "tensors", "arena")
+"""The ways to bring an adapter into an engine with LoRA (see ``sync``)."""
+
+SYNCS = (*WITH_LORA, "fold")
+"""All ways; the others are for an engine that was started for them."""
 
 
 @asynccontextmanager
-async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIterator[AsyncRollout]:
+async def make(
+    spec: RolloutSpec, sync: str = "disk", pristine: str = "device", **engine: str
+) -> AsyncIterator[AsyncRollout]:
     """Start an engine and a rollout on it; both end with the context.
 
-    ``sync`` is "disk", "tensors" or "arena"; further options go to vLLM's engine arguments, read as JSON
-    where they are JSON (``enforce_eager=true``, ``gpu_memory_utilization=0.3``).
+    ``sync`` is "disk", "tensors", "arena" or "fold"; further options go to vLLM's engine arguments, read as
+    JSON where they are JSON (``enforce_eager=true``, ``gpu_memory_utilization=0.3``). With "fold",
+    ``pristine`` says where unchanged copies of the weights are kept: "device" or "host".
     """
     if sync not in SYNCS:
         raise ValueError(f"sync is {sync!r}; allowed: {', '.join(SYNCS)}")
-    llm = start_engine(spec, **{key: as_value(text) for key, text in engine.items()})
+    if pristine not in PRISTINE:
+        raise ValueError(f"pristine is {pristine!r}; allowed: {', '.join(PRISTINE)}")
+    merges = sync == "fold"
+    llm = start_engine(spec, merges=merges, **{key: as_value(text) for key, text in engine.items()})
     rollout: AsyncRollout | None = None
     try:
         worker = (await llm.collective_rpc("rollproof_describe"))[0]
+        if merges and worker["refused"]:
+            raise ValueError(
+                f"sync=fold can't serve this engine: {worker['refused']}; use sync=arena, tensors or disk"
+            )
         if sync != "disk" and worker["lacking"]:
             _log.warning(
                 "this vLLM lacks %s, which updates from memory need; updating over the disk instead",
                 ", ".join(worker["lacking"]),
             )
             sync = "disk"
-        strategy = strategy_for(sync, spec, worker)
-        rollout = AsyncRollout(llm, spec, strategy, worker["served"])
+        strategy = FoldSync(worker, pristine) if merges else strategy_for(sync, spec, worker)
+        rollout = AsyncRollout(llm, spec, strategy, worker["served"], worker.get("unserved"))
         if worker["uncounted"]:
             _log.warning("this vLLM can't be counted in: %s", worker["uncounted"])
             rollout.capabilities -= {Capability.COUNTERS}
@@ -56,7 +70,7 @@ async def make(spec: RolloutSpec, sync: str = "disk", **engine: str) -> AsyncIte
 
 
 def strategy_for(sync: str, spec: RolloutSpec, worker: dict[str, Any]) -> Sync[Any]:
-    """A strategy of this name for an engine whose ``rollproof_describe`` gave ``worker``."""
+    """A strategy of this name for an engine with LoRA whose ``rollproof_describe`` gave ``worker``."""
     if sync == "disk":
         return DiskSync(spec.workdir)
     return TensorSync() if sync == "tensors" else ArenaSync(worker)
