@@ -18,9 +18,10 @@ from rollproof.models import write_config
 from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
 from rollproof_benchmarks.baselines import BASELINES, GPU_BASELINES
-from rollproof_benchmarks.running import WORKER, Running, reference, started
+from rollproof_benchmarks.running import FOLD_WORKER, WORKER, Running, reference, started
 from rollproof_benchmarks.trainer import Trainer
 from rollproof_reference.layers import model_layers
+from rollproof_reference.start import WITH_LORA
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -105,7 +106,7 @@ def trainer(spec: RolloutSpec, amounts: dict[str, int], on_gpu: bool) -> Trainer
     return Trainer(shapes, amounts["rank"], getattr(torch, spec.dtype), "cuda" if on_gpu else "cpu")
 
 
-STRATEGIES = ("disk", "tensors", "arena")
+STRATEGIES = (*WITH_LORA, "fold")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -117,12 +118,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("updated", ["yours"] if yours else wanted, indirect=True)
 
 
+@pytest.fixture(scope="session")
+def folding(request: pytest.FixtureRequest, running: Running, spec: RolloutSpec) -> Iterator[Any]:
+    """The reference on an engine without LoRA that adapters are folded into, on the same loop."""
+    target = reference(request.config.getoption("engine"), sync="fold", worker_extension_cls=FOLD_WORKER)
+    context = target.start(spec)
+    yield running.run(context.__aenter__())
+    running.run(context.__aexit__(None, None, None))
+
+
 @pytest.fixture
 def updated(request: pytest.FixtureRequest, running: Running, spec: RolloutSpec) -> Iterator[Any]:
     """A rollout on the running engine that updates in one of the ways."""
     name = request.param
     if name in STRATEGIES and not running.reference:
         pytest.skip("only the reference is looked into")
+    if name == "fold":
+        own = request.getfixturevalue("folding")
+        yield own
+        running.run(own.unload_adapter())
+        return
     if name == "yours":
         yield running.rollout
         return

@@ -77,18 +77,22 @@ def test_longest_gap(
     assert told["tokens_lost"] == 0
 
 
-@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "base"])
+@pytest.mark.parametrize("kind", ["adapter", "base", "fold"])
 def test_throughput(
     benchmark: Any,
+    request: pytest.FixtureRequest,
     running: Any,
     trainer: Any,
     amounts: dict[str, int],
     told: dict[str, Any],
-    adapter: bool,
+    kind: str,
     on_gpu: bool,
 ):
-    """Tokens per second of many requests at once, with the adapter or of the base model."""
-    rollout = running.rollout
+    """Tokens per second of many requests at once: with the adapter, of the base model, with it folded in."""
+    if kind == "fold" and not running.reference:
+        pytest.skip("only the reference is looked into")
+    rollout = request.getfixturevalue("folding") if kind == "fold" else running.rollout
+    adapter = kind != "base"
     if not hasattr(rollout, "stream"):
         pytest.skip("a rollout without stream() shows no time of a token")
     running.run(rollout.update_adapter(trainer.step()))

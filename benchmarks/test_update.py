@@ -78,11 +78,11 @@ def test_where_the_time_goes(
     told.update({name: summary(values[WARM:]) for name, values in parts.items()})
 
 
-@pytest.mark.parametrize("updated", ["arena"], indirect=True)
+@pytest.mark.parametrize("updated", ["arena", "fold"], indirect=True)
 def test_copy_beside_the_floor(
     benchmark: Any, updated: Any, running: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
 ):
-    """What the device itself needs for the arena's copy, and for the fastest copy of as many bytes."""
+    """What the device itself needs to take an update, and for the fastest copy of as many bytes."""
     running.run(updated.update_adapter(trainer.step()))
     engine = updated.engine
 

@@ -11,6 +11,7 @@ from rollproof.factory import Target, load
 from rollproof.protocol import RolloutSpec
 
 WORKER = "rollproof_benchmarks.worker.TimedWorker"
+FOLD_WORKER = "rollproof_benchmarks.fold_worker.TimedFoldWorker"
 
 
 def reference(more: str = "", **options: str) -> Target:
