@@ -176,10 +176,10 @@ def _break_even(run: Run) -> list[str]:
     lines = []
     for slow, fast in (("arena", "fold"), ("arena", "full push"), ("fold", "full push")):
         if slow in found and fast in found:
-            tokens = break_even(found[slow], found[fast])
             if found[slow][1] >= found[fast][1]:
                 lines.append(f"- {slow} is never behind {fast}: it updates and generates faster.")
             else:
+                tokens = break_even(found[slow], found[fast])
                 lines.append(f"- {fast} is ahead of {slow} from {tokens:,.0f} tokens per update on.")
     return ["", "Tokens of all requests together between two updates:", "", *lines] if lines else []
 
