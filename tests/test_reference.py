@@ -305,6 +305,6 @@ def test_a_missing_model_folder_is_named(spec: RolloutSpec):
 
 
 async def test_an_unknown_strategy_is_refused_before_the_engine_starts(spec: RolloutSpec):
-    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors, arena, fold"):
+    with pytest.raises(ValueError, match="sync is 'telepathy'; allowed: disk, tensors, arena, fold, auto"):
         async with make(spec, sync="telepathy"):
             pass
