@@ -143,6 +143,24 @@ def test_the_break_even_weighs_updates_against_tokens(results: Path):
     assert "fold is never behind full push" in text
 
 
+def test_a_sweep_tells_how_a_cost_grows(tmp_path: Path):
+    found = [
+        {
+            "name": f"test_fill_and_copy[{mb}]",
+            "stats": {"data": [1.0]},
+            "extra_info": {
+                "device": "a device", "model": "m", "rank": 8, "adapter bytes": mb * 1e6,
+                "fill_us": 5 + 0.6 * mb, "copy_us": 3 + 0.5 * mb, "floor_us": 1 + 0.4 * mb,
+            },
+        }
+        for mb in (100, 10, 1000)
+    ]  # fmt: skip
+    (tmp_path / "sweep.json").write_text(json.dumps({"benchmarks": found}))
+    text = told(Run.read(tmp_path / "sweep.json"))
+    assert "copying takes 0.500 µs per MB more, 1.25 times the fastest copy" in text
+    assert text.index("| 10.0 |") < text.index("| 100.0 |") < text.index("| 1000.0 |")
+
+
 def test_another_file_is_named(tmp_path: Path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="x.json is no result of pytest-benchmark"):

@@ -56,6 +56,11 @@ class Run:
         item = self.results.get((test, way))
         return dict(item["extra_info"]) if item else {}
 
+    def sweep(self) -> list[dict[str, Any]]:
+        """What was measured over adapters of many sizes, by their bytes."""
+        found = [item["extra_info"] for (test, _), item in self.results.items() if test == "fill_and_copy"]
+        return sorted(found, key=lambda info: float(info["adapter bytes"]))
+
     def throughput(self, way: str) -> float | None:
         """Tokens per second."""
         return self.info("throughput", way).get("throughput")
@@ -68,6 +73,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def told(run: Run) -> str:
     """One configuration in Markdown."""
+    if sweep := run.sweep():
+        return _swept(run.name, sweep)
     some = next(iter(run.results.values()))["extra_info"]
     lines = [
         f"## {run.name}",
@@ -90,6 +97,37 @@ def told(run: Run) -> str:
             f"{_ms(statistics.median(first)) if first else ''} | {ratio} |"
         )
     return "\n".join([*lines, *_copies(run), *_traffic(run), *_throughputs(run), *_break_even(run), ""])
+
+
+def _swept(name: str, sweep: list[dict[str, Any]]) -> str:
+    """The device's time by an adapter's bytes, and the line through it."""
+    lines = [
+        f"## {name}",
+        "",
+        f"{sweep[0]['device']}: filling a half of the arena and copying it, with no engine running.",
+        "",
+        "| model | rank | MB | fill | copy | fastest copy of as many bytes | copy to that |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {i['model']} | {i['rank']} | {i['adapter bytes'] / 1e6:.1f} | {i['fill_us']:.0f} µs "
+            f"| {i['copy_us']:.0f} µs | {i['floor_us']:.0f} µs | {i['copy_us'] / i['floor_us']:.2f} |"
+            for i in sweep
+        ),
+        "",
+    ]
+    slopes = {what: slope(sweep, what) for what in ("fill_us", "copy_us", "floor_us")}
+    for what, told in (("fill_us", "filling"), ("copy_us", "copying")):
+        lines.append(
+            f"- {told} takes {slopes[what]:.3f} µs per MB more, "
+            f"{slopes[what] / slopes['floor_us']:.2f} times the fastest copy."
+        )
+    return "\n".join([*lines, ""])
+
+
+def slope(sweep: list[dict[str, Any]], what: str) -> float:
+    """Microseconds per MB, by least squares with a constant."""
+    x = [info["adapter bytes"] / 1e6 for info in sweep]
+    return statistics.linear_regression(x, [info[what] for info in sweep]).slope
 
 
 def _copies(run: Run) -> list[str]:
