@@ -20,6 +20,7 @@ MADE = (
     "tiny-qwen3-moe",
     "qwen2-0.5b",
     "qwen2-7b",
+    "qwen2-32b",
 )
 """The shapes in ``models.py``, by name, so that a name can be checked without torch."""
 
