@@ -239,19 +239,15 @@ def plot_updates(runs: Iterable[Run], file: Path) -> bool:
     for index, run in enumerate(shown):
         for row, way in enumerate(ways):
             if times := run.seconds("acknowledged", way):
-                median = 1e3 * statistics.median(times)
-                axes.barh(
-                    row + index * height,
-                    median,
-                    height,
-                    color=f"C{index}",
-                    label=run.name if row == 0 else None,
-                )
-                axes.annotate(f" {median:.3g} ms", (median, row + index * height), va="center", fontsize=8)
+                median = statistics.median(times)
+                place = row + index * height
+                label = run.name if row == 0 else None
+                axes.barh(place, 1e3 * median, height, color=f"C{index}", label=label)
+                axes.annotate(f" {_ms(median)}", (1e3 * median, place), va="center", fontsize=8)
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(ways))], [WAYS[way] for way in ways])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.margins(x=0.15)
+    axes.margins(x=0.2)
     axes.set_xlabel("update_adapter() to its return, median, ms (logarithmic)")
     axes.legend()
     figure.savefig(file, dpi=150)
