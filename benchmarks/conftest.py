@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rollproof.protocol import RolloutSpec
 from rollproof.runner import device, versions
 from rollproof_benchmarks.baselines import BASELINES, GPU_BASELINES
 from rollproof_benchmarks.running import FOLD_WORKER, WORKER, Running, reference, started
+from rollproof_benchmarks.traffic import REPEATS, requests, run
 from rollproof_benchmarks.trainer import Trainer
 from rollproof_reference.layers import model_layers
 from rollproof_reference.start import WITH_LORA
@@ -171,3 +173,24 @@ def told(
         **trainer.describe(),
     )
     return found
+
+
+Throughput = Callable[..., None]
+
+
+@pytest.fixture
+def throughput(benchmark: Any, amounts: dict[str, int], told: dict[str, Any], on_gpu: bool) -> Throughput:
+    """``throughput(running, rollout, adapter=True)``: measure tokens per second of many requests at once."""
+
+    def measure(running: Running, rollout: Any, *, adapter: bool = True) -> None:
+        running.run(run(rollout, requests(amounts["requests"], 16, 0, adapter=adapter)))
+        found: list[float] = []
+
+        def once() -> None:
+            asked = requests(amounts["requests"], 256 if on_gpu else 32, 1 + len(found), adapter=adapter)
+            found.append(running.run(run(rollout, asked)).throughput)
+
+        benchmark.pedantic(once, rounds=REPEATS)
+        told.update(throughput=statistics.median(found), requests=amounts["requests"])
+
+    return measure

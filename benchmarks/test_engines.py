@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -15,9 +14,7 @@ from rollproof.factory import Target
 from rollproof.protocol import RolloutSpec
 from rollproof_benchmarks.plain import FullPush, make
 from rollproof_benchmarks.running import Running, reference, started
-from rollproof_benchmarks.traffic import requests, run
 
-REPEATS = 3
 OVERSIZE = 8
 """``max_lora_rank`` is so many times the adapter's rank: kernels compute over all of it."""
 
@@ -46,21 +43,11 @@ def can_push() -> bool:
     return torch.cuda.is_available() and find_spec("ray") is not None
 
 
-def test_throughput(
-    benchmark: Any, other: Running, trainer: Any, amounts: dict[str, int], told: dict[str, Any], on_gpu: bool
-):
+def test_throughput(other: Running, trainer: Any, throughput: Any):
     """Tokens per second of many requests at once."""
     if hasattr(other.rollout, "update_adapter"):
         other.run(other.rollout.update_adapter(trainer.step()))
-    other.run(run(other.rollout, requests(amounts["requests"], 16, 0)))
-    found: list[float] = []
-
-    def measure() -> None:
-        asked = requests(amounts["requests"], 256 if on_gpu else 32, 1 + len(found))
-        found.append(other.run(run(other.rollout, asked)).throughput)
-
-    benchmark.pedantic(measure, rounds=REPEATS)
-    told.update(throughput=statistics.median(found), requests=amounts["requests"])
+    throughput(other, other.rollout)
 
 
 def test_full_push(benchmark: Any, other: Running, spec: RolloutSpec, told: dict[str, Any]):

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollproof_benchmarks.traffic import Traffic, every, requests, run, summary
+from rollproof_benchmarks.traffic import REPEATS, Traffic, every, requests, run, summary
 
 EVERY = 0.05
 """Seconds between the beginnings of two updates."""
-
-REPEATS = 3
 
 
 def memory() -> dict[str, float]:
@@ -78,32 +76,14 @@ def test_longest_gap(
 
 
 @pytest.mark.parametrize("kind", ["adapter", "base", "fold"])
-def test_throughput(
-    benchmark: Any,
-    request: pytest.FixtureRequest,
-    running: Any,
-    trainer: Any,
-    amounts: dict[str, int],
-    told: dict[str, Any],
-    kind: str,
-    on_gpu: bool,
-):
+def test_throughput(request: pytest.FixtureRequest, running: Any, trainer: Any, throughput: Any, kind: str):
     """Tokens per second of many requests at once: with the adapter, of the base model, with it folded in."""
     if kind == "fold" and not running.reference:
         pytest.skip("only the reference is looked into")
     rollout = request.getfixturevalue("folding") if kind == "fold" else running.rollout
-    adapter = kind != "base"
     if not hasattr(rollout, "stream"):
         pytest.skip("a rollout without stream() shows no time of a token")
     running.run(rollout.update_adapter(trainer.step()))
-    running.run(run(rollout, requests(amounts["requests"], 16, 0, adapter=adapter)))
-    found: list[float] = []
-
-    def measure() -> None:
-        asked = requests(amounts["requests"], 256 if on_gpu else 32, 1 + len(found), adapter=adapter)
-        found.append(running.run(run(rollout, asked)).throughput)
-
-    benchmark.pedantic(measure, rounds=REPEATS)
-    told.update(throughput=statistics.median(found), requests=amounts["requests"])
+    throughput(running, rollout, adapter=kind != "base")
     if hasattr(rollout, "unload_adapter"):
         running.run(rollout.unload_adapter())

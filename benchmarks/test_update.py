@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from rollproof.protocol import Adapter, GenerateRequest
+from rollproof_benchmarks.running import Running
 from rollproof_benchmarks.traffic import summary
+from rollproof_benchmarks.trainer import Trainer
 
 PROMPT = tuple(range(5, 69))
 WARM = 3
+
+Updating = Callable[[Adapter], Coroutine[Any, Any, None]]
+
+
+def measure(benchmark: Any, running: Running, trainer: Trainer, rounds: int, update: Updating) -> None:
+    """Time what comes of each of the trainer's steps; the step itself isn't timed."""
+
+    def step() -> tuple[tuple[Adapter], dict[str, Any]]:
+        return (trainer.step(),), {}
+
+    benchmark.pedantic(
+        lambda adapter: running.run(update(adapter)), setup=step, rounds=rounds, warmup_rounds=WARM
+    )
 
 
 def test_acknowledged(
     benchmark: Any, updated: Any, running: Any, trainer: Any, amounts: dict[str, int], told: dict[str, Any]
 ):
     """From update_adapter() to its return, with nothing else running."""
-
-    def step() -> tuple[tuple[Adapter], dict[str, Any]]:
-        return (trainer.step(),), {}
-
-    def update(adapter: Adapter) -> None:
-        running.run(updated.update_adapter(adapter))
-
-    benchmark.pedantic(update, setup=step, rounds=amounts["rounds"], warmup_rounds=WARM)
+    measure(benchmark, running, trainer, amounts["rounds"], updated.update_adapter)
 
 
 def test_first_token(
@@ -40,13 +49,7 @@ def test_first_token(
         await updated.update_adapter(adapter)
         await updated.generate(GenerateRequest(PROMPT, 1))
 
-    def step() -> tuple[tuple[Adapter], dict[str, Any]]:
-        return (trainer.step(),), {}
-
-    def update(adapter: Adapter) -> None:
-        running.run(update_and_ask(adapter))
-
-    benchmark.pedantic(update, setup=step, rounds=amounts["rounds"], warmup_rounds=WARM)
+    measure(benchmark, running, trainer, amounts["rounds"], update_and_ask)
 
 
 @pytest.mark.parametrize("updated", ["arena"], indirect=True)
@@ -68,13 +71,7 @@ def test_where_the_time_goes(
         for name, (before, after) in zip(parts, pairwise(times), strict=True):
             parts[name].append(after - before)
 
-    def step() -> tuple[tuple[Adapter], dict[str, Any]]:
-        return (trainer.step(),), {}
-
-    def run(adapter: Adapter) -> None:
-        running.run(update(adapter))
-
-    benchmark.pedantic(run, setup=step, rounds=amounts["rounds"], warmup_rounds=WARM)
+    measure(benchmark, running, trainer, amounts["rounds"], update)
     told.update({name: summary(values[WARM:]) for name, values in parts.items()})
 
 
@@ -86,10 +83,10 @@ def test_copy_beside_the_floor(
     running.run(updated.update_adapter(trainer.step()))
     engine = updated.engine
 
-    def measure() -> dict[str, float]:
+    def timed() -> dict[str, float]:
         return dict(running.run(engine.collective_rpc("rollproof_time_copies", args=(amounts["rounds"],)))[0])
 
-    found = benchmark.pedantic(measure, rounds=3, warmup_rounds=1)
+    found = benchmark.pedantic(timed, rounds=3, warmup_rounds=1)
     told.update(
         copy_us=1e6 * found["copy"],
         floor_us=1e6 * found["floor"],

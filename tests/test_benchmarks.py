@@ -63,7 +63,7 @@ async def test_an_update_that_fails_fails_the_run():
 
 def test_only_the_time_in_which_all_decode_counts():
     slow, fast = [(1.0, 1), (2.0, 1), (3.0, 1)], [(0.0, 1), (0.9, 1), (1.5, 1), (2.5, 1), (9.0, 1)]
-    traffic = Traffic(8, 0.0, [slow, fast])
+    traffic = Traffic(8, [slow, fast])
     assert traffic.full == (1.0, 3.0)
     assert sorted(traffic.gaps) == [1.0, 1.0, 1.0]
     assert traffic.throughput == 2.0

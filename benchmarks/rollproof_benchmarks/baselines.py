@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from vllm.lora.request import LoRARequest
 
 from rollproof.protocol import Adapter
+from rollproof_reference.memory import TMPFS
 
 if TYPE_CHECKING:
     from rollproof_reference import AsyncRollout
 
-TMPFS = Path("/dev/shm")
 INT_ID = 77
 
 

@@ -17,6 +17,9 @@ from rollproof.protocol import Completion, GenerateRequest
 
 PROMPT_TOKENS = 64
 
+REPEATS = 3
+"""How often traffic is measured, to take the median."""
+
 
 def requests(count: int, tokens: int, salt: int, *, adapter: bool = True) -> list[GenerateRequest]:
     """As an RL rollout asks: at temperature 1. Prompts share nothing, so that no cache helps."""
@@ -44,7 +47,6 @@ class Traffic:
     """What came of some requests. Times are in seconds."""
 
     requested: int
-    began: float
     arrivals: list[list[tuple[float, int]]] = field(default_factory=list)
 
     @property
@@ -86,7 +88,7 @@ async def run(
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Traffic:
     """Ask all at once; once all are decoding, have ``beside`` go on until the first has ended."""
-    traffic = Traffic(sum(request.max_tokens for request in requests), time.perf_counter())
+    traffic = Traffic(sum(request.max_tokens for request in requests))
     decoding, waiting = asyncio.Event(), len(requests)
 
     async def follow(request: GenerateRequest) -> None:
