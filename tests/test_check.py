@@ -196,7 +196,7 @@ def test_the_engines_reason_is_given(layers: ModelLayers, embedded: Adapter):
 
 
 def test_an_adapter_like_the_last_is_checked_again_where_it_differs(layers, adapter: MakeAdapter):
-    checker = Checker(layers, SERVED, 24, torch.float32)
+    checker = Checker(lambda adapter: layout(adapter, layers, SERVED, 24, torch.float32))
     first = checker.layout(adapter(1))
     assert checker.layout(adapter(2)) is first
     mine = adapter(3)

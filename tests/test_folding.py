@@ -258,7 +258,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         spec.loader.exec_module(module)
-    monkeypatch.setattr(folding, "_kernel", lambda: module.fold_tiles)
+    monkeypatch.setattr(folding, "kernels", lambda name: module)
     return module.fold_tiles
 
 

@@ -28,6 +28,14 @@ Place = tuple[str, int, int, int]
 """A tensor in half of an arena: PEFT's name, its first element, its rows and columns."""
 
 
+def views(half: torch.Tensor, places: Sequence[Place]) -> dict[str, torch.Tensor]:
+    """The tensors in half of an arena, by PEFT's names."""
+    return {
+        name: half[first : first + rows * columns].view(rows, columns)
+        for name, first, rows, columns in places
+    }
+
+
 class Arena:
     """Room for two adapters on the same modules: ``memory`` is [2, elements], one half for each.
 
@@ -98,10 +106,7 @@ class _Filling:
 
     @classmethod
     def of(cls, arena: Arena, half: int, layout: Layout, scaled: bool) -> _Filling:
-        whole = {
-            name: arena.memory[half, first : first + rows * columns].view(rows, columns)
-            for name, first, rows, columns in arena.places
-        }
+        whole = views(arena.memory[half], arena.places)
         placed = [(part.a, whole[part.a][: part.rank], 1.0) for part in layout.parts]
         placed += [
             (part.b, whole[part.b][:, : part.rank], part.scale if scaled else 1.0) for part in layout.parts

@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -88,27 +87,13 @@ class Layout:
 
 
 class Checker:
-    """Checks the adapters of one rollout; one like the last is only compared with it."""
+    """Checks the adapters of one rollout by ``check``; one like the last is only compared with it.
 
-    def __init__(
-        self,
-        layers: ModelLayers,
-        served: Collection[str],
-        max_rank: int,
-        dtype: torch.dtype,
-        *,
-        dora: bool = False,
-        unserved: Mapping[str, str] | None = None,
-    ) -> None:
-        self._check = partial(
-            layout,
-            layers=layers,
-            served=served,
-            max_rank=max_rank,
-            dtype=dtype,
-            dora=dora,
-            unserved=unserved,
-        )
+    ``check`` is ``layout`` with all that is known of the rollout.
+    """
+
+    def __init__(self, check: Callable[[Adapter], Layout]) -> None:
+        self._check = check
         self._last: tuple[Any, Any, Layout] | None = None
 
     def layout(self, adapter: Adapter) -> Layout:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -109,11 +110,16 @@ class Fill:
 def _in_chunks(tensors: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:
     """Rows (tensor, address, first element, elements, columns, stride) for ``_ELEMENTS`` at a time."""
     each = torch.tensor(tensors, dtype=torch.int64)
-    chunks = (each[:, 1] + _ELEMENTS - 1) // _ELEMENTS
-    which = torch.arange(len(each)).repeat_interleave(chunks)
-    first = (torch.arange(len(which)) - (chunks.cumsum(0) - chunks)[which]) * _ELEMENTS
+    which, first = _chunks(each[:, 1], _ELEMENTS)
     address, elements, columns, stride = each[which].unbind(1)
     return torch.stack([which, address, first, elements, columns, stride], 1)
+
+
+def _chunks(sizes: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Things of these sizes, at most so much at a time: which it is, and where in it a chunk begins."""
+    counts = (sizes + most - 1) // most
+    which = torch.arange(len(sizes)).repeat_interleave(counts)
+    return which, (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * most
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
@@ -136,22 +142,20 @@ def _fusible(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 def _table(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """[chunks, 3], int64: the address to copy to, the one to copy from, and how many words."""
-    rows = []
-    for to, of in pairs:
-        words = to.numel() * to.element_size() // 8
-        for first in range(0, words, _WORDS):
-            here = min(_WORDS, words - first)
-            rows.append((to.data_ptr() + 8 * first, of.data_ptr() + 8 * first, here))
-    return torch.tensor(rows, dtype=torch.int64).to(pairs[0][0].device)
+    each = torch.tensor(
+        [(to.data_ptr(), of.data_ptr(), to.numel() * to.element_size() // 8) for to, of in pairs]
+    )
+    which, first = _chunks(each[:, 2], _WORDS)
+    to, of, words = each[which].unbind(1)
+    rows = torch.stack([to + 8 * first, of + 8 * first, (words - first).clamp(max=_WORDS)], 1)
+    return rows.to(pairs[0][0].device)
 
 
 @cache
-def kernels() -> Any:
-    """The module with the kernels; None where there is no Triton to compile them."""
+def kernels(name: str = "copying_kernel") -> Any:
+    """A module of this package with kernels; None where there is no Triton to compile them."""
     try:
         import triton  # noqa: F401
     except ImportError:
         return None
-    from . import copying_kernel
-
-    return copying_kernel
+    return import_module(f".{name}", __package__)

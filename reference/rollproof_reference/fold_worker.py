@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.interfaces import supports_lora
 
-from .arena import Place, Received
+from .arena import Place, Received, views
 from .folding import Folds, Product
 from .kept import Folder
 from .memory import mapped
@@ -100,12 +100,9 @@ _Named = tuple[str, torch.Tensor, list[Any]]
 
 
 def _products(half: torch.Tensor, places: list[Place], named: list[_Named]) -> list[Product]:
-    views = {
-        name: half[first : first + rows * columns].view(rows, columns)
-        for name, first, rows, columns in places
-    }
+    found = views(half, places)
     return [
-        Product(name, weight, views[a], views[b], None if magnitude is None else views[magnitude][0])
+        Product(name, weight, found[a], found[b], None if magnitude is None else found[magnitude][0])
         for name, weight, (a, b, magnitude) in named
     ]
 

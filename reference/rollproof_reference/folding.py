@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from .copying import kernels
 
 if TYPE_CHECKING:
     from .kept import Kept
@@ -24,6 +25,8 @@ ROWS, COLUMNS, WARPS = 64, 128, 4
 
 HIGHEST_RANK = 128
 """The highest rank that the kernel takes."""
+
+_KERNELS = "folding_kernel"
 
 _ALIGNED = 16
 """Bytes that a thread of the kernel moves at once."""
@@ -156,7 +159,7 @@ def _is_fusible(product: Product) -> bool:
             not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNED or tensor.shape[1] % 8
             for tensor in (weight, product.a, product.b)
         )
-        and _kernel() is not None
+        and kernels(_KERNELS) is not None
     )
 
 
@@ -198,7 +201,7 @@ class _Table:
         if self._scales != list(scales):
             self._scales = list(scales)
             self._factors = torch.tensor(scales, dtype=torch.float32).to(memory.device)
-        _kernel()[(len(self._owners),)](
+        kernels(_KERNELS).fold_tiles[(len(self._owners),)](
             self._owners,
             self._rows,
             self._factors,
@@ -208,15 +211,3 @@ class _Table:
             RANK=self._rank,
             num_warps=WARPS,
         )
-
-
-@cache
-def _kernel() -> Any:
-    """The kernel; None where there is no Triton to compile it."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return None
-    from .folding_kernel import fold_tiles
-
-    return fold_tiles

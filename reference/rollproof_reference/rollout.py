@@ -25,6 +25,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from rollproof.protocol import (
     RolloutSpec,
 )
 
-from .check import AdapterError, Checker
+from .check import AdapterError, Checker, layout
 from .engine import can_sleep, describe
 from .layers import model_layers
 from .sampling import (
@@ -112,12 +113,15 @@ class AsyncRollout:
         self.version: int | None = None
         self._layers = model_layers(spec.model_path)
         self._checker = Checker(
-            self._layers,
-            served,
-            spec.max_lora_rank,
-            getattr(torch, spec.dtype),
-            dora=sync.merges,
-            unserved=unserved,
+            partial(
+                layout,
+                layers=self._layers,
+                served=served,
+                max_rank=spec.max_lora_rank,
+                dtype=getattr(torch, spec.dtype),
+                dora=sync.merges,
+                unserved=unserved,
+            )
         )
         self.served = served
         self._asleep = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .arena import Received
+from .arena import Place, Received, views
 from .copying import Copies
 from .memory import mapped
 
@@ -133,7 +133,7 @@ class AdapterWorker(EngineWorker):
         key: str,
         config: dict[str, Any],
         handle: dict[str, Any],
-        places: list[tuple[str, int, int, int]],
+        places: list[Place],
     ) -> None:
         """Map an arena. What is served doesn't change."""
         arenas = self.rollproof_arenas = self.rollproof_arenas or {}
@@ -163,7 +163,7 @@ class _Arena:
         worker_manager: Any,
         config: dict[str, Any],
         memory: torch.Tensor,
-        places: list[tuple[str, int, int, int]],
+        places: list[Place],
     ) -> None:
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
@@ -172,11 +172,7 @@ class _Arena:
         self._memory, self.bytes = self._received.memory, self._received.bytes
         self._loras = []
         for half in self._memory:
-            views = {
-                name: half[first : first + rows * columns].view(rows, columns)
-                for name, first, rows, columns in places
-            }
-            self._model = built_adapter(worker_manager, 1, config, views, device=str(device))
+            self._model = built_adapter(worker_manager, 1, config, views(half, places), device=str(device))
             self._manager._create_merged_loras_inplace(self._model)
             self._loras.append(self._model.loras)
         self._copies = {(half, 0): Copies(self._pairs(half, 0)) for half in (0, 1)}

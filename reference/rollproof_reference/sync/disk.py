@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
+from ..memory import TMPFS
 from ..plain import plain_adapter
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..check import Layout
     from ..plain import PlainAdapter
 
-_TMPFS = Path("/dev/shm")
 _TENSORS = "adapter_model.safetensors"
 
 
@@ -36,8 +36,8 @@ class DiskSync:
 
     def __init__(self, workdir: str) -> None:
         self._roots = [Path(tempfile.mkdtemp(prefix="rollproof-", dir=workdir))]
-        if os.access(_TMPFS, os.W_OK):
-            self._roots.insert(0, Path(tempfile.mkdtemp(prefix="rollproof-", dir=_TMPFS)))
+        if os.access(TMPFS, os.W_OK):
+            self._roots.insert(0, Path(tempfile.mkdtemp(prefix="rollproof-", dir=TMPFS)))
         self._count = 0
         self._current: Path | None = None
 
