@@ -39,7 +39,19 @@ def scene(seed: int, temperature: float = 0.0, served: int = 2, off: float = 0.0
 def test_the_right_version_passes(seed: int, temperature: float):
     verdict = judge([scene(seed, temperature)], TIGHT)
     assert verdict.failure == ""
-    assert verdict.power > 100
+    assert verdict.power() > 100
+
+
+@given(seeds=st.lists(st.integers(0, 2**32), min_size=2, max_size=4, unique=True), alike=st.data())
+def test_power_is_that_of_the_completions_that_have_to_tell(seeds: list[int], alike: st.DataObject):
+    scenes = [scene(seed) for seed in seeds]
+    blind = alike.draw(st.integers(1, len(scenes) - 1))
+    for item in scenes[:blind]:
+        item.scores[1] = item.scores[2]  # nothing tells the two versions apart on these tokens
+    verdict = judge(scenes, TIGHT)
+    assert verdict.power() == 0
+    assert verdict.power(len(scenes) - blind) > 100
+    assert verdict.power(len(scenes) - blind + 1) == 0
 
 
 @given(

@@ -111,10 +111,13 @@ class Verdict:
     powers: tuple[Mapping[Candidate, float], ...]
     witness: tuple[tuple[int, int | None], ...] = ()
 
-    @property
-    def power(self) -> float:
-        """How many tolerances the nearest wrong candidate is away, at the least."""
-        return min((min(powers.values(), default=math.inf) for powers in self.powers), default=0.0)
+    def power(self, telling: int | None = None) -> float:
+        """How many tolerances the nearest wrong candidate is away, at the least.
+
+        With ``telling`` on the so many completions alone that tell right from wrong best.
+        """
+        each = sorted((min(p.values(), default=math.inf) for p in self.powers), reverse=True)
+        return min(each[:telling], default=0.0)
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:

@@ -203,6 +203,8 @@ class Session:
                 if n_tokens > longest:
                     raise
 
-    def verify(self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()) -> str:
+    def verify(
+        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
+    ) -> str:
         """Judge answers against every version that the history admits for each (see ``Verifier``)."""
-        return self.verifier.verify(exchanges, wrong)
+        return self.verifier.verify(exchanges, wrong, telling)

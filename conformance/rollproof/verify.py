@@ -55,24 +55,29 @@ class Verifier:
         """Allow a version the noise that was measured for it alone."""
         self._own[version] = own
 
-    def verify(self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()) -> str:
+    def verify(
+        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
+    ) -> str:
         """Judge answers against every version that the history admits for each; say how well they fit.
 
-        ``wrong`` are further candidates that must not be the answer. Raises FailureError, or
+        ``wrong`` are further candidates that must not be the answer. All answers have to be right, and
+        ``telling`` of them (None: all) to tell it from wrong ones. Raises FailureError, or
         UnderpoweredError where the oracle can't tell right from wrong on these tokens.
         """
-        return self.judged(exchanges, wrong)[0]
+        return self.judged(exchanges, wrong, telling)[0]
 
     def judged(
-        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = ()
+        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
     ) -> tuple[str, list[Scored]]:
         """As ``verify``, and the scores it came from."""
         verdict, scored, tolerance = self.weighed(exchanges, wrong)
-        told = f"the nearest wrong candidate is {verdict.power:.0f} tolerances away"
-        if verdict.power < POWER:
+        power = verdict.power(telling)
+        told = f"the nearest wrong candidate is {power:.0f} tolerances away"
+        if power < POWER:
+            best = "" if telling is None else f"the best {telling} of "
             raise UnderpoweredError(
-                f"underpowered: on these {len(exchanges)} completions {told}, and a pass takes {POWER:g}; "
-                "use a model whose outputs an adapter moves more, or a dtype with less noise"
+                f"underpowered: on {best}these {len(exchanges)} completions {told}, and a pass takes "
+                f"{POWER:g}; use a model whose outputs an adapter moves more, or a dtype with less noise"
             )
         fit = f"within {verdict.distance:.2g} nats (allowed {tolerance.completion:.2g})"
         return f"{len(exchanges)} completions {fit}; {told}", scored

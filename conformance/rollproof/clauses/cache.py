@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..candidates import BASE, on_stale_kv
@@ -15,6 +16,7 @@ from ..session import LONG_PROMPT, MAX_TOKENS, Session
 _BLOCK = 128
 _CHOICE = 16
 _CROWD = 16
+_CHAINED = 4
 
 VERSIONS = 11
 """More than ten, so that a salt of a version's last digit meets an old one."""
@@ -27,8 +29,8 @@ async def idle(session: Session) -> str:
         older = await session.update()
         newer = session.adapter()
         session.oracle.add(newer)
-        request = _telling(session, n_tokens, older.version, newer.version)
-        hit = await _hit(session, request)
+        (request,) = _telling(session, n_tokens, older.version, newer.version)
+        hit = await _hit(session, [request])
         await session.serve(newer)
         told = session.verify(await session.ask([request]), [on_stale_kv(older.version, newer.version, hit)])
         return f"{hit} of {len(request.prompt_token_ids)} prompt tokens were reused before the update; {told}"
@@ -44,8 +46,8 @@ async def beside_running(session: Session) -> str:
         older = await session.update()
         newer = session.adapter()
         session.oracle.add(newer)
-        request = _telling(session, n_tokens, older.version, newer.version)
-        hit = await _hit(session, request)
+        (request,) = _telling(session, n_tokens, older.version, newer.version)
+        hit = await _hit(session, [request])
         (long,) = session.requests([request.prompt_token_ids], busy_tokens)
         running = asyncio.ensure_future(session.subject.generate(long))
         try:
@@ -79,8 +81,8 @@ async def across(session: Session) -> str:
         for first in (True, False):
             version = (await session.update()).version
             order = (version, BASE) if first else (BASE, version)
-            request = _telling(session, n_tokens, *order, adapter=first)
-            hit = await _hit(session, request)
+            (request,) = _telling(session, n_tokens, *order, adapter=first)
+            hit = await _hit(session, [request])
             (other,) = session.requests([request.prompt_token_ids], n_tokens, adapter=not first)
             told.append(session.verify(await session.ask([other]), [on_stale_kv(*order, hit)]))
         return f"the base after the adapter: {told[0]}; the adapter after the base: {told[1]}"
@@ -89,23 +91,26 @@ async def across(session: Session) -> str:
 
 
 async def many_versions(session: Session) -> str:
-    """One prompt under many versions in a row."""
+    """The same prompts under many versions in a row.
+
+    No prompt tells all versions apart: of some, one at a time has to.
+    """
 
     async def attempt(n_tokens: int) -> str:
         chain = [await session.update()]
-        request = _telling(session, n_tokens, BASE, chain[0].version)
-        hit = await _hit(session, request)
+        requests = _telling(session, n_tokens, BASE, chain[0].version, count=_CHAINED)
+        hit = await _hit(session, requests)
         for _ in range(VERSIONS):
             newer = await session.update()
-            answers = await session.ask([request])
+            answers = await session.ask(requests)
             stale = [on_stale_kv(older.version, newer.version, hit) for older in reversed(chain)]
             try:
-                told = session.verify(answers, stale[:1])
+                told = session.verify(answers, stale[:1], telling=1)
             except FailureError:
-                session.verify(answers, stale)  # which says whose KV it was
+                session.verify(answers, stale, telling=1)  # which says whose KV it was
                 raise
             chain.append(newer)
-        return f"one prompt under {VERSIONS} more versions; last: {told}"
+        return f"{_CHAINED} prompts under {VERSIONS} more versions; last: {told}"
 
     return await session.grow(attempt, _length(session))
 
@@ -133,13 +138,14 @@ def _length(session: Session) -> int:
     return min(LONG_PROMPT, session.subject.spec.max_model_len - MAX_TOKENS)
 
 
-async def _hit(session: Session, request: GenerateRequest) -> int:
+async def _hit(session: Session, requests: Sequence[GenerateRequest]) -> int:
     """Ask twice, and see how many prompt tokens the second time reused; a fault can't show without."""
-    session.verify(await session.ask([request]))
-    (again,) = await session.ask([request])
-    hit, length = again.completion.num_cached_tokens, len(request.prompt_token_ids)
-    if hit is None:
+    session.verify(await session.ask(requests), telling=1)
+    hits = [e.completion.num_cached_tokens for e in await session.ask(requests)]
+    length = len(requests[0].prompt_token_ids)
+    if None in hits:
         raise FailureError("the rollout declares prefix-cache, and completions have no num_cached_tokens")
+    hit = min(hit for hit in hits if hit is not None)
     if hit == 0:
         raise NotApplicableError(
             f"a prompt of {length} tokens asked twice reused no KV, so a fault can't show; "
@@ -149,13 +155,13 @@ async def _hit(session: Session, request: GenerateRequest) -> int:
 
 
 def _telling(
-    session: Session, n_tokens: int, older: int, newer: int, *, adapter: bool = True
-) -> GenerateRequest:
-    """A request whose prompt, of some fresh ones, stale KV would move most, by the oracle alone."""
+    session: Session, n_tokens: int, older: int, newer: int, *, count: int = 1, adapter: bool = True
+) -> list[GenerateRequest]:
+    """Requests whose prompts, of some fresh ones, stale KV would move most, by the oracle alone."""
     length = _length(session)
     kept = max(1, min(length // _BLOCK * _BLOCK, length - 1))
     samples = session.oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
     fresh, stale = (session.oracle.score(c, samples) for c in (newer, on_stale_kv(older, newer, kept)))
     apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]
-    (request,) = session.requests([samples[apart.index(max(apart))].prompt], n_tokens, adapter=adapter)
-    return request
+    best = sorted(range(len(apart)), key=lambda row: apart[row], reverse=True)[:count]
+    return session.requests([samples[row].prompt for row in best], n_tokens, adapter=adapter)
