@@ -16,8 +16,8 @@ import torch
 _WORDS = 2048
 """Words of 8 bytes that one program of the kernel copies."""
 
-_ELEMENTS = 8192
-"""Elements that one program of the other kernel casts."""
+_ELEMENTS, _WARPS = 1024, 2
+"""Elements that one program of the other kernel casts, and its warps."""
 
 _ALIGNED = 16
 """Bytes that a thread moves at once: addresses and sizes are multiples of it, or the kernel isn't used."""
@@ -82,9 +82,10 @@ class Fill:
 
     def _suits(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether the kernel can read them: on this GPU, of one dtype, each in one piece."""
-        kinds = set(map(attrgetter("device", "dtype"), sources))
-        return kinds == {(self._into[0].device, sources[0].dtype)} and all(
-            map(torch.Tensor.is_contiguous, sources)
+        return (
+            set(map(torch.Tensor.get_device, sources)) == {self._into[0].get_device()}
+            and len(set(map(attrgetter("dtype"), sources))) == 1
+            and all(map(torch.Tensor.is_contiguous, sources))
         )
 
     def _launch(self, sources: Sequence[torch.Tensor]) -> bool:
@@ -102,7 +103,7 @@ class Fill:
             ALIGNED=self._aligned and not any(address % _ALIGNED for address in addresses),
             STRIDED=self._strided,
             ELEMENTS=_ELEMENTS,
-            num_warps=8,
+            num_warps=_WARPS,
         )
         return not self._infinite.item()
 

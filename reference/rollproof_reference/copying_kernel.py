@@ -42,14 +42,19 @@ def fill_chunks(  # type: ignore[no-untyped-def]
     if ALIGNED:
         to, of = tl.multiple_of(to, 16), tl.multiple_of(of, 16)
         first, count = tl.multiple_of(first, 8), tl.multiple_of(count, 8)
-    place = first + tl.arange(0, ELEMENTS)
-    inside = place < count
-    found = tl.load(of.to(tl.pointer_type(OF)) + place, mask=inside, other=0.0).to(TO)
+    # Counted from the chunk's first element: numbers of 32 bits take half the registers.
+    place = tl.arange(0, ELEMENTS)
+    inside = place < (count - first).to(tl.int32)
+    found = tl.load(of.to(tl.pointer_type(OF)) + first + place, mask=inside, other=0.0).to(TO)
     scaled = (found.to(tl.float32) * tl.load(scales + tensor)).to(TO)
     if STRIDED:
         columns, stride = tl.load(row + 4), tl.load(row + 5)
-        place = place // columns * stride + place % columns
-    tl.store(to.to(tl.pointer_type(TO)) + place, scaled, mask=inside)
+        begin = (first % columns).to(tl.int32)
+        row_of, column_of = (begin + place) // columns.to(tl.int32), (begin + place) % columns.to(tl.int32)
+        into = first // columns * stride + row_of * stride + column_of
+    else:
+        into = first + place
+    tl.store(to.to(tl.pointer_type(TO)) + into, scaled, mask=inside)
     finite = tl.abs(scaled.to(tl.float32)) < float("inf")  # not so for a NaN either
-    if tl.min(finite.to(tl.int32), axis=0) == 0:
-        tl.store(infinite, 1)
+    # A store of its own for each: to find out whether there is one at all, threads would wait for each other.
+    tl.store(infinite + tl.zeros_like(place), 1, mask=inside & (finite == 0))
