@@ -262,7 +262,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module.fold_tiles
 
 
-SHAPES = [(70, 136), (64, 128), (3, 8), (200, 264), (1, 1000)]
+SHAPES = [(70, 136), (64, 128), (3, 8), (200, 264), (1, 1000), (17, 2112)]
 
 
 def check_kernel(dtype: torch.dtype, device: str, rank: int, in_place: bool) -> None:
@@ -276,7 +276,7 @@ def check_kernel(dtype: torch.dtype, device: str, rank: int, in_place: bool) -> 
     halves = products(memory, weights, rank)
     sources = [one[1:-1] for one in before]
     table = folding._Table(halves[0], list(weights.values()) if in_place else sources, memory[0])
-    for half, scales in ((0, [2.0, 0.3, -1.5, 0.7, 0.11]), (1, [1.0] * 5), (0, [0.3] * 5)):
+    for half, scales in ((0, [2.0, 0.3, -1.5, 0.7, 0.11, 1.3]), (1, [1.0] * 6), (0, [0.3] * 6)):
         if in_place:
             for weight, source in zip(weights.values(), sources, strict=True):
                 weight.copy_(source)
@@ -286,7 +286,8 @@ def check_kernel(dtype: torch.dtype, device: str, rank: int, in_place: bool) -> 
             assert_rounded_once(product.weight, exact, rank)
             plain = torch.empty_like(of)
             fold(plain, of, product.a, product.b, scale)
-            assert (plain != product.weight).double().mean() < 0.01, "the two differ in more than ties"
+            differ = (plain != product.weight).sum()
+            assert differ <= 1 + plain.numel() // 100, "the two differ in more than ties"
     for one, other in zip(whole, before, strict=True):
         assert one[[0, -1]].equal(other[[0, -1]])
 

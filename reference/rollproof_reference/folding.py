@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 SCRATCH = 1 << 22
 """Elements of a weight that are computed at once where float32 needs memory of its own."""
 
-ROWS, COLUMNS, WARPS = 64, 128, 4
-"""The tile that one program of the kernel computes, and its warps."""
+ROWS, COLUMNS, TILES, STAGES, WARPS = 16, 128, 16, 3, 4
+"""A program of the kernel computes so many tiles side by side, in so many stages, by so many warps:
+the fastest of those tried on an H200 (benchmarks/results/updates/DIARY.md)."""
 
 HIGHEST_RANK = 128
 """The highest rank that the kernel takes."""
@@ -68,8 +69,8 @@ def fold(
 
     Computed in float32 and rounded once. With a ``magnitude`` [out], each row is brought to that length.
     """
-    if _is_exact(into) and magnitude is None:
-        torch.addmm(of, b, a, alpha=scale, out=into)
+    if into.dtype == torch.float32 and magnitude is None:
+        torch.addmm(of, b, a, alpha=scale, out=into)  # in fewer bits it rounds more than once, on a GPU too
     else:
         for rows, whole in _wide(of, a, b, scale, magnitude):
             into[rows] = whole
@@ -80,11 +81,6 @@ def is_finite(
 ) -> bool:
     """Whether ``fold`` would write finite numbers alone."""
     return all(bool(whole.to(of.dtype).isfinite().all()) for _, whole in _wide(of, a, b, scale, m))
-
-
-def _is_exact(weight: torch.Tensor) -> bool:
-    # On a GPU addmm adds in float32 and rounds once; on the CPU that depends on its instruction set.
-    return weight.is_cuda or weight.dtype == torch.float32
 
 
 def _wide(
@@ -187,7 +183,7 @@ class _Table:
                     sum(tiles),
                 )
             )
-            tiles.append(-(-height // ROWS) * -(-width // COLUMNS))
+            tiles.append(-(-height // ROWS) * -(-width // (COLUMNS * TILES)))
         device = memory.device
         self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
         self._owners = torch.repeat_interleave(torch.tensor(tiles)).to(device, torch.int32)
@@ -208,6 +204,8 @@ class _Table:
             memory,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
+            TILES=TILES,
+            STAGES=STAGES,
             RANK=self._rank,
             num_warps=WARPS,
         )
