@@ -286,8 +286,7 @@ def check_kernel(dtype: torch.dtype, device: str, rank: int, in_place: bool) -> 
             assert_rounded_once(product.weight, exact, rank)
             plain = torch.empty_like(of)
             fold(plain, of, product.a, product.b, scale)
-            differ = (plain != product.weight).sum()
-            assert differ <= 1 + plain.numel() // 100, "the two differ in more than ties"
+            assert (plain != product.weight).double().mean() < 0.01, "the two differ in more than ties"
     for one, other in zip(whole, before, strict=True):
         assert one[[0, -1]].equal(other[[0, -1]])
 

@@ -107,7 +107,7 @@ async def many_versions(session: Session) -> str:
             try:
                 told = session.verify(answers, stale[:1], telling=1)
             except FailureError:
-                session.verify(answers, stale, telling=1)  # which says whose KV it was
+                session.verify(answers, stale)  # which says whose KV it was
                 raise
             chain.append(newer)
         return f"{_CHAINED} prompts under {VERSIONS} more versions; last: {told}"
