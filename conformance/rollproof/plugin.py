@@ -216,6 +216,15 @@ class Judging:
                 found = json.loads(str(value))
                 self._facts, result = found["facts"], found["result"]
                 self._results.append(Result(**result | {"outcome": Outcome(result["outcome"])}))
+        if report.failed and "clause" in names:
+            self._tell(report)
+
+    def _tell(self, report: pytest.TestReport) -> None:
+        # At once: a run may be long, and may be cut off before pytest tells its failures at the end.
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:  # there is none in xdist's workers, and theirs are told by the controller
+            terminal.ensure_newline()
+            terminal.write_line(report.longreprtext.split("\n\nclause: ")[0], red=True)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
