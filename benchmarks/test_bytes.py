@@ -44,7 +44,9 @@ def test_fill_and_copy(
     sources = list(trainer.step().tensors.values())
     half = [torch.empty_like(tensor) for tensor in sources]
     stacked = [torch.empty_like(tensor) for tensor in sources]
-    fill, copy = Fill(half, [2.0] * len(half)), Copies(list(zip(stacked, half, strict=True)))
+    infinite = torch.ones(1, dtype=torch.int32, device=device)
+    fill = Fill(half, [2.0] * len(half), infinite)
+    copy = Copies(list(zip(stacked, half, strict=True)))
     of = torch.empty(trainer.bytes, dtype=torch.uint8, device=device)
     to = torch.empty_like(of)
 
@@ -55,6 +57,7 @@ def test_fill_and_copy(
         )
 
     filled, copied, floor = benchmark.pedantic(measure, rounds=1)
+    assert not infinite.item()
     assert all(tensor.equal(2 * source) for tensor, source in zip(stacked, sources, strict=True))
     benchmark.extra_info.update(
         device=torch.cuda.get_device_name() if on_gpu else device.type,

@@ -60,10 +60,12 @@ def test_filling_casts_and_then_scales(
     shapes = [(rows, columns * step) for rows, columns in shapes]
     whole = [torch.full((rows, columns + wider), 7, dtype=to, device=device) for rows, columns in shapes]
     scales = [scale**index for index in range(len(shapes))]
-    fill = Fill([one[:, : one.shape[1] - wider] for one in whole], scales)
+    infinite = torch.ones(1, dtype=torch.int32, device=device)
+    fill = Fill([one[:, : one.shape[1] - wider] for one in whole], scales, infinite)
     for _ in range(2):
         sources = [torch.randn(shape, device=device).to(of).requires_grad_() for shape in shapes]
-        assert fill(sources)
+        fill(sources)
+        assert not infinite.item()
         for one, source, factor in zip(whole, sources, scales, strict=True):
             columns = source.shape[1]
             torch.testing.assert_close(one[:, :columns], source.detach().to(to) * factor, rtol=0, atol=0)
@@ -74,17 +76,20 @@ def test_filling_casts_and_then_scales(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_filling_tells_what_is_not_finite(device: str, bad: float):
     into = [torch.zeros(16, 64, dtype=torch.float16, device=device) for _ in range(2)]
-    fill = Fill(into, [1.0, 2.0])
+    infinite = torch.zeros(1, dtype=torch.int32, device=device)
+    fill = Fill(into, [1.0, 2.0], infinite)
     right, wrong = torch.ones(16, 64, device=device), torch.ones(16, 64, device=device)
     wrong[15, 63] = bad
-    assert fill([right, right])
-    assert not fill([right, wrong])
-    assert fill([right, right])
+    for sources, expected in (([right, right], 0), ([right, wrong], 1), ([right, right], 0)):
+        fill(sources)
+        assert infinite.item() == expected
 
 
 def test_a_sum_that_overflows_is_no_fault():
     into = [torch.zeros(4, 8, dtype=torch.float32)]
-    assert Fill(into, [1.0])([torch.full((4, 8), 3e38)])
+    infinite = torch.ones(1, dtype=torch.int32)
+    Fill(into, [1.0], infinite)([torch.full((4, 8), 3e38)])
+    assert not infinite.item()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -21,12 +21,12 @@ class TimedWorker(AdapterWorker):
         of as many bytes that this device can make: one tensor into another."""
         (arena,) = (self.rollproof_arenas or {}).values()
         copy = next(iter(arena._copies.values()))
-        of = torch.empty(arena.bytes, dtype=torch.uint8, device=arena._memory.device)
+        of = torch.empty(arena.received.bytes, dtype=torch.uint8, device=arena._memory.device)
         to = torch.empty_like(of)
         return {
             "copy": timed(copy, rounds, of.device),
             "floor": timed(lambda: to.copy_(of), rounds, of.device),
-            "bytes": float(arena.bytes),
+            "bytes": float(arena.received.bytes),
         }
 
     def rollproof_ipc_swap(self, int_id: int, config: dict[str, Any], handles: bytes) -> None:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class Layout:
         """The highest that a module has."""
         return max(part.rank for part in self.parts)
 
-    @property
+    @cached_property
     def target_modules(self) -> tuple[str, ...]:
         """The last name parts of the modules."""
         return tuple(sorted({part.module.rpartition(".")[2] for part in self.parts}))

@@ -23,6 +23,9 @@ _ALIGNED = 16
 """Bytes that a thread moves at once: addresses and sizes are multiples of it, or the kernel isn't used."""
 
 
+_dtype = attrgetter("dtype")
+
+
 class Copies:
     """A list of copies (destination, source) that is made again and again, in the current stream.
 
@@ -49,54 +52,61 @@ class Copies:
 
 
 class Fill:
-    """Casts tensors into others of the same shape and then scales them, again and again.
+    """Casts tensors into others of the same shape and then scales them, again and again, in the current
+    stream.
 
     ``into`` have one dtype and rows of elements side by side, and stay where they are; each has its scale.
+    ``infinite``, an int32 [1] on their device, is 1 after a copy that wrote a number which isn't finite,
+    and else 0.
     """
 
-    def __init__(self, into: Sequence[torch.Tensor], scales: Sequence[float]) -> None:
-        self._into, self._scales = list(into), list(scales)
-        self._table = self._factors = self._infinite = None
+    def __init__(self, into: Sequence[torch.Tensor], scales: Sequence[float], infinite: torch.Tensor) -> None:
+        self._into, self._scales, self._infinite = list(into), list(scales), infinite
+        self._table = self._factors = None
+        self._addresses: list[int] = []
         if into and into[0].is_cuda and kernels() is not None:
             device = into[0].device
             self._table = _in_chunks(
                 [(to.data_ptr(), to.numel(), to.shape[1], to.stride(0)) for to in into]
             ).to(device)
             self._factors = torch.tensor(scales, dtype=torch.float32, device=device)
-            self._infinite = torch.zeros(1, dtype=torch.int32, device=device)
             self._strided = not all(to.is_contiguous() for to in into)
             self._aligned = not any(to.data_ptr() % _ALIGNED or to.numel() % 8 for to in into)
 
     @torch.no_grad()
-    def __call__(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Fill all; whether all that was written is finite. When it returns, the sources aren't needed."""
+    def __call__(self, sources: Sequence[torch.Tensor]) -> None:
+        """Fill all. On a GPU it returns once that is queued."""
         if self._table is not None and self._suits(sources):
-            return self._launch(sources)
+            self._launch(sources)
+            return
         torch._foreach_copy_(self._into, list(sources))
         for to, scale in zip(self._into, self._scales, strict=True):
             if scale != 1:
                 to.mul_(scale)  # torch._foreach_mul_ would round the scale to the tensor's dtype first
         # One number that isn't finite makes the sum so.
         sums = torch.stack([to.sum(dtype=torch.float32) for to in self._into])
-        return bool(sums.isfinite().all()) or all(bool(to.isfinite().all()) for to in self._into)
+        finite = bool(sums.isfinite().all()) or all(bool(to.isfinite().all()) for to in self._into)
+        self._infinite.fill_(not finite)
 
     def _suits(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether the kernel can read them: on this GPU, of one dtype, each in one piece."""
         return (
             set(map(torch.Tensor.get_device, sources)) == {self._into[0].get_device()}
-            and len(set(map(attrgetter("dtype"), sources))) == 1
+            and len(set(map(_dtype, sources))) == 1
             and all(map(torch.Tensor.is_contiguous, sources))
         )
 
-    def _launch(self, sources: Sequence[torch.Tensor]) -> bool:
+    def _launch(self, sources: Sequence[torch.Tensor]) -> None:
         assert self._table is not None
-        assert self._infinite is not None
         addresses = list(map(torch.Tensor.data_ptr, sources))
+        if addresses != self._addresses:
+            self._sources = torch.tensor(addresses, dtype=torch.int64).to(self._table.device)
+            self._addresses = addresses
         self._infinite.zero_()
         kernels().fill_chunks[(len(self._table),)](
             self._table,
             self._factors,
-            torch.tensor(addresses, dtype=torch.int64).to(self._table.device),
+            self._sources,
             self._infinite,
             OF=_triton_type(sources[0].dtype),
             TO=_triton_type(self._into[0].dtype),
@@ -105,7 +115,6 @@ class Fill:
             ELEMENTS=_ELEMENTS,
             num_warps=_WARPS,
         )
-        return not self._infinite.item()
 
 
 def _in_chunks(tensors: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:

@@ -24,7 +24,6 @@ from vllm.model_executor.models.interfaces import supports_lora
 from .arena import Place, Received, views
 from .folding import Folds, Product
 from .kept import Folder
-from .memory import mapped
 from .worker import EngineWorker, renames
 
 
@@ -72,7 +71,7 @@ class FoldWorker(EngineWorker):
         if missing := [name for name in names if name not in weights]:
             return {"missing": missing, "cost": 0, "room": 0}
         named = [(name, weights[name], part) for name, part in zip(names, parts, strict=True)]
-        arena = Received(mapped(handle), weights[names[0]].device)
+        arena = Received.of(handle, weights[names[0]].device)
         folds = Folds([_products(half, places, named) for half in arena.memory], arena.memory)
         folder = self.rollproof_folder
         if folder is None or not folder.kept.names:

@@ -67,7 +67,9 @@ def plain_adapter(adapter: Adapter, layout: Layout) -> PlainAdapter:
         return [piece.view(source.shape) for piece, source in zip(pieces, sources, strict=True)]
 
     copied = torch.empty(sum(sizes), dtype=layout.dtype, device=sources[0].device)
-    if not Fill(views(copied), scales)(sources):
+    bad = torch.zeros(1, dtype=torch.int32, device=copied.device)
+    Fill(views(copied), scales, bad)(sources)
+    if bad.item():
         raise infinite(names, sources, scales, layout.dtype)
     return PlainAdapter(
         layout.rank, layout.target_modules, dict(zip(names, views(copied.cpu()), strict=True))

@@ -183,7 +183,6 @@ class AsyncRollout:
             if self.sync.in_thread:
                 prepared = await asyncio.to_thread(self._prepare, adapter)
             else:
-                await self._knock()
                 prepared = self._prepare(adapter)
             if self._is_new(adapter.version, prepared):
                 await _to_the_end(self._commit(adapter.version, prepared))
@@ -335,15 +334,6 @@ class AsyncRollout:
     def _prepare(self, adapter: Adapter) -> Any:
         """Check an adapter whole and copy its numbers, in the strategy's own form."""
         return self.sync.prepare(adapter, self._checker.layout(adapter))
-
-    async def _knock(self) -> None:
-        """Have an idle engine's threads wake while an update is prepared, which takes less than they do."""
-        if not self._running:
-            call = asyncio.ensure_future(self.engine.collective_rpc("rollproof_processes"))
-            call.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # the update will see it
-            await asyncio.sleep(0)
 
     async def _restore(self) -> None:
         await self.sync.restore(self.engine, self.lora_name, self.lora_int_id)

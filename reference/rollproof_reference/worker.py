@@ -16,7 +16,6 @@ import torch
 
 from .arena import Place, Received, views
 from .copying import Copies
-from .memory import mapped
 
 
 class EngineWorker:
@@ -137,18 +136,23 @@ class AdapterWorker(EngineWorker):
     ) -> None:
         """Map an arena. What is served doesn't change."""
         arenas = self.rollproof_arenas = self.rollproof_arenas or {}
-        arenas[key] = _Arena(self.model_runner.lora_manager, config, mapped(handle), places)
+        arenas[key] = _Arena(self.model_runner.lora_manager, config, handle, places)
 
-    def rollproof_commit(self, key: str, int_id: int, half: int, again: bool) -> None:
+    def rollproof_commit(self, key: str, int_id: int, half: int, again: bool) -> bool:
         """Serve what is in this half of an arena under ``int_id`` from the next step on.
 
-        With ``again`` nothing that vLLM has loaded is relied on.
+        With ``again`` nothing that vLLM has loaded is relied on. False, and nothing has changed, where a
+        number in the half isn't finite.
         """
         arenas = self.rollproof_arenas or {}
         arena = arenas[key]
-        self._rollproof_count(arena.bytes)
+        arena.received.receive(half)
+        if not arena.received.finite(half):
+            return False
+        self._rollproof_count(arena.received.bytes)
         arena.commit(int_id, half, again)
         self.rollproof_arenas = {key: arena}
+        return True
 
 
 class _Arena:
@@ -162,14 +166,14 @@ class _Arena:
         self,
         worker_manager: Any,
         config: dict[str, Any],
-        memory: torch.Tensor,
+        handle: dict[str, Any],
         places: list[Place],
     ) -> None:
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
         device = self._manager.device
-        self._received = Received(memory, device)
-        self._memory, self.bytes = self._received.memory, self._received.bytes
+        self.received = Received.of(handle, device)
+        self._memory = self.received.memory
         self._loras = []
         for half in self._memory:
             self._model = built_adapter(worker_manager, 1, config, views(half, places), device=str(device))
@@ -178,9 +182,8 @@ class _Arena:
         self._copies = {(half, 0): Copies(self._pairs(half, 0)) for half in (0, 1)}
 
     def commit(self, int_id: int, half: int, again: bool) -> None:
-        """Have every later step compute with this half."""
+        """Have every later step compute with this half, which was received."""
         manager, model = self._manager, self._model
-        self._received.receive(half)
         if again or manager.get_adapter(int_id) is not model or int_id not in manager.lora_index_to_id:
             model.id, model.loras = int_id, self._loras[half]
             replace_adapter(self._worker_manager, model)
@@ -192,7 +195,7 @@ class _Arena:
             with torch.inference_mode():
                 self._copies[place]()
             model.loras = self._loras[half]
-        self._received.used()
+        self.received.used()
 
     def _pairs(self, half: int, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(what the kernels read, what is shared) for each tensor of a half. Raises ValueError."""

@@ -39,9 +39,9 @@ class Sync(Protocol[P]):
     can't be served beside it, and DoRA can be."""
 
     def prepare(self, adapter: Adapter, layout: Layout) -> P:
-        """Copy the adapter's numbers and check them: what was pushed last still serves, whatever comes of it.
+        """Copy the adapter's numbers, or begin to: what was pushed last still serves, whatever comes of it.
 
-        Afterwards the adapter's own tensors aren't needed any more. Raises AdapterError.
+        Raises AdapterError for numbers that can't be served, where it finds them itself.
         """
         ...
 
@@ -50,7 +50,11 @@ class Sync(Protocol[P]):
         ...
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: P) -> str:
-        """Replace the weights under ``int_id``; return the ``lora_path`` for requests, "" for none."""
+        """Replace the weights under ``int_id``; return the ``lora_path`` for requests, "" for none.
+
+        Afterwards the adapter's own tensors aren't needed any more. Raises AdapterError for numbers that
+        can't be served, before anything has changed.
+        """
         ...
 
     async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:

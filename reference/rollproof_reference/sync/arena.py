@@ -43,7 +43,7 @@ class ArenaSync:
         self._warned: set[str] = set()
 
     def prepare(self, adapter: Adapter, layout: Layout) -> Filled | PlainAdapter:
-        """Copy the numbers into the half that doesn't serve."""
+        """Begin to copy the numbers into the half that doesn't serve; the worker waits for the end."""
         if other := sorted(set(layout.target_modules) - self._served):
             self._warn(other[0])
             return self._other.prepare(adapter, layout)
@@ -59,22 +59,27 @@ class ArenaSync:
         return prepared.equals(self._last)
 
     async def push(self, engine: AsyncLLM, name: str, int_id: int, prepared: Filled | PlainAdapter) -> str:
-        """Tell the workers to copy, and see that every one did."""
+        """Tell the workers to copy, and see that every one did.
+
+        Raises AdapterError for numbers that aren't finite, which the workers find before they copy.
+        """
         try:
             if isinstance(prepared, PlainAdapter):
                 path = await self._other.push(engine, name, int_id, prepared)
                 self._forget()
                 return path
-            await self._commit(engine, int_id, prepared)
+            copied = await self._commit(engine, int_id, prepared)
         except Exception:
             # A worker that failed still has the old adapter; others may have gone on to the new.
             await self.restore(engine, name, int_id)
             raise
+        if not copied:
+            raise prepared.unservable()
         self._other.unloaded()
         if self._arena is not prepared.arena:
             self._forget()
             self._arena = prepared.arena
-        self._last = prepared
+        self._last = prepared.served()
         return IN_MEMORY
 
     async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
@@ -94,18 +99,19 @@ class ArenaSync:
         self._forget()
         self._other.close()
 
-    async def _commit(self, engine: AsyncLLM, int_id: int, filled: Filled, again: bool = False) -> None:
+    async def _commit(self, engine: AsyncLLM, int_id: int, filled: Filled, again: bool = False) -> bool:
         arena = filled.arena
         if not arena.open:
             config = plain_config(self._max_rank, arena.leaves)
             try:
                 await engine.collective_rpc(
-                    "rollproof_open", args=(arena.key, config, arena.shared.handle, arena.places)
+                    "rollproof_open", args=(arena.key, config, arena.handle, arena.places)
                 )
             finally:
                 arena.shared.forget_file()
             arena.open = True
-        await engine.collective_rpc("rollproof_commit", args=(arena.key, int_id, filled.half, again))
+        found = await engine.collective_rpc("rollproof_commit", args=(arena.key, int_id, filled.half, again))
+        return all(found)
 
     def _forget(self) -> None:
         self._arena = self._last = None

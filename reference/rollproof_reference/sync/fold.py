@@ -51,7 +51,10 @@ class FoldSync:
         arena, ranks = self._arena, [-(-part.rank // _ALIGNED) * _ALIGNED for part in layout.parts]
         if arena is None or not arena.fits(layout, ranks):
             arena = Arena(adapter, layout, ranks, self._uuid, scaled=False)
-        return filled(arena, self._last, adapter, layout)
+        prepared = filled(arena, self._last, adapter, layout)
+        if not prepared.finite:
+            raise prepared.unservable()
+        return prepared
 
     def holds(self, prepared: Filled) -> bool:
         """Compare the two halves, and the scales."""
@@ -67,7 +70,7 @@ class FoldSync:
             # What was refused before the first byte was written left all as it was; else this mends it.
             await self.restore(engine, name, int_id)
             raise
-        self._arena, self._last = prepared.arena, prepared
+        self._arena, self._last = prepared.arena, prepared.served()
         return ""
 
     async def restore(self, engine: AsyncLLM, name: str, int_id: int) -> None:
@@ -94,7 +97,7 @@ class FoldSync:
         try:
             found = await engine.collective_rpc(
                 "rollproof_open_folds",
-                args=(arena.key, arena.shared.handle, arena.places, parts, self._pristine == "host"),
+                args=(arena.key, arena.handle, arena.places, parts, self._pristine == "host"),
             )
         finally:
             arena.shared.forget_file()
