@@ -318,8 +318,9 @@ class Oracle:
             for tensor in adapter.tensors
         ):
             _untie(base)
-        model = get_peft_model(base, copy.deepcopy(adapter.config)).eval()
-        loaded = set_peft_model_state_dict(model, dict(adapter.tensors))
+        # Its first A and B would be drawn only to be replaced.
+        model = get_peft_model(base, copy.deepcopy(adapter.config), low_cpu_mem_usage=True).eval()
+        loaded = set_peft_model_state_dict(model, dict(adapter.tensors), low_cpu_mem_usage=True)
         lost = [name for name in loaded.missing_keys if ".lora_" in name]
         if loaded.unexpected_keys or lost:
             raise ValueError(f"PEFT places not all of version {version}: {loaded.unexpected_keys or lost}")
