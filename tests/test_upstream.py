@@ -47,6 +47,14 @@ def test_every_fault_is_whole(fault: Fault):
         ("vLLM 0.32.0", GPU, "BASE-002", "expected the base model; these logprobs are those of", False),
         ("vLLM 0.32.0", CPU, "BASE-002", "expected version 2; these logprobs are those of", False),
         ("vLLM 0.32.0", CPU, "CACHE-005", "generate raised EngineDeadError: see above", True),
+        (
+            "vLLM 0.32.0",
+            CPU,
+            "FAIL-001",
+            "success for an adapter with a wrapper's prefix on every name",
+            True,
+        ),
+        ("vLLM 0.32.0", CPU, "FAIL-001", "success for an adapter with NaN in one tensor", False),
     ],
 )
 def test_a_fault_is_named_where_all_of_it_fits(engine, device, clause_id, failure, found):

@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -23,7 +24,7 @@ class Fault:
     clauses: tuple[str, ...]
     text: str
     device: str = ""
-    says: str = ""
+    says: tuple[str, ...] = ("",)
     reference: str = ""
 
     def fits(self, engine: str, device: str, clause_id: str, failure: str) -> bool:
@@ -35,9 +36,8 @@ class Fault:
         except InvalidVersion:
             return False
         here = not self.device or device.lower().startswith(self.device)
-        return (
-            name == self.engine and affected and here and clause_id in self.clauses and self.says in failure
-        )
+        said = any(part in failure for part in self.says)
+        return name == self.engine and affected and here and clause_id in self.clauses and said
 
     def told(self) -> str:
         """In a sentence."""
@@ -48,7 +48,11 @@ class Fault:
 def faults() -> tuple[Fault, ...]:
     """All that are known."""
     text = files(__package__).joinpath("upstream.toml").read_text(encoding="utf-8")
-    return tuple(Fault(clauses=tuple(item.pop("clauses")), **item) for item in tomllib.loads(text)["fault"])
+    found: list[dict[str, Any]] = tomllib.loads(text)["fault"]
+    lists = ("clauses", "says")
+    return tuple(
+        Fault(**item | {name: tuple(item[name]) for name in lists if name in item}) for item in found
+    )
 
 
 def known(engine: str, device: str, clause_id: str, failure: str) -> str:
