@@ -62,11 +62,12 @@ def on_gpu(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def amounts(request: pytest.FixtureRequest, on_gpu: bool) -> dict[str, int]:
-    """Rank, rounds and requests."""
+    """Rank, rounds and requests, and how many tokens each request asks for."""
     usual = (
         {"rank": 32, "rounds": 50, "requests": 128} if on_gpu else {"rank": 8, "rounds": 10, "requests": 8}
     )
-    return {name: request.config.getoption(name) or value for name, value in usual.items()}
+    chosen = {name: request.config.getoption(name) or value for name, value in usual.items()}
+    return chosen | {"tokens": 256 if on_gpu else 32}
 
 
 @pytest.fixture(scope="session")
@@ -179,7 +180,7 @@ Throughput = Callable[..., None]
 
 
 @pytest.fixture
-def throughput(benchmark: Any, amounts: dict[str, int], told: dict[str, Any], on_gpu: bool) -> Throughput:
+def throughput(benchmark: Any, amounts: dict[str, int], told: dict[str, Any]) -> Throughput:
     """``throughput(running, rollout, adapter=True)``: measure tokens per second of many requests at once."""
 
     def measure(running: Running, rollout: Any, *, adapter: bool = True) -> None:
@@ -187,7 +188,7 @@ def throughput(benchmark: Any, amounts: dict[str, int], told: dict[str, Any], on
         found: list[float] = []
 
         def once() -> None:
-            asked = requests(amounts["requests"], 256 if on_gpu else 32, 1 + len(found), adapter=adapter)
+            asked = requests(amounts["requests"], amounts["tokens"], 1 + len(found), adapter=adapter)
             found.append(running.run(run(rollout, asked)).throughput)
 
         benchmark.pedantic(once, rounds=REPEATS)

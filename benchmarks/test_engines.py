@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -14,11 +15,13 @@ from rollproof.factory import Target
 from rollproof.protocol import RolloutSpec
 from rollproof_benchmarks.plain import FullPush, make
 from rollproof_benchmarks.running import Running, reference, started
+from rollproof_benchmarks.traffic import requests, run
 
 OVERSIZE = 8
 """``max_lora_rank`` is so many times the adapter's rank: kernels compute over all of it."""
 
 PUSHES = 10
+TURNS = 8
 
 
 @pytest.fixture(scope="module", params=["merged", "oversized"])
@@ -48,6 +51,37 @@ def test_throughput(other: Running, trainer: Any, throughput: Any):
     if hasattr(other.rollout, "update_adapter"):
         other.run(other.rollout.update_adapter(trainer.step()))
     throughput(other, other.rollout)
+
+
+@pytest.mark.parametrize("other", ["merged"], indirect=True)
+def test_fold_beside_merged(
+    benchmark: Any,
+    other: Running,
+    running: Running,
+    folding: Any,
+    trainer: Any,
+    amounts: dict[str, int],
+    told: dict[str, Any],
+):
+    """Tokens per second of folded weights and of an engine with such weights from the start, by turns: two
+    runs of one engine, some time apart, can differ by more than the two do."""
+    running.run(folding.update_adapter(trainer.step()))
+    found: dict[str, list[float]] = {"fold": [], "merged": []}
+
+    def turn() -> None:
+        asked = requests(amounts["requests"], amounts["tokens"], len(found["fold"]))
+        for name, engine, rollout in (("fold", running, folding), ("merged", other, other.rollout)):
+            found[name].append(engine.run(run(rollout, asked)).throughput)
+
+    benchmark.pedantic(turn, rounds=TURNS, warmup_rounds=1)
+    fold, merged = found["fold"][1:], found["merged"][1:]
+    told.update(
+        turns=TURNS,
+        fold=statistics.median(fold),
+        merged=statistics.median(merged),
+        fold_to_merged=statistics.median(f / m for f, m in zip(fold, merged, strict=True)),
+    )
+    running.run(folding.unload_adapter())
 
 
 def test_full_push(benchmark: Any, other: Running, spec: RolloutSpec, told: dict[str, Any]):

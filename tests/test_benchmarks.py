@@ -117,6 +117,7 @@ def results(tmp_path: Path) -> Path:
         item("throughput[fold]", [1.0], throughput=20_000),
         item("throughput[merged]", [1.0], throughput=20_000),
         item("full_push[merged]", [0.2]),
+        item("fold_beside_merged[merged]", [1.0], turns=8, fold=19_000, merged=20_000, fold_to_merged=0.9512),
     ]
     (tmp_path / "one.json").write_text(json.dumps({"benchmarks": found}))
     return tmp_path
@@ -127,6 +128,7 @@ def test_a_table_says_what_was_measured(results: Path):
     assert "| sync=arena | 2.00 ms | 3.00 ms |  | 200.0 times |" in text
     assert "sync=fold takes 8000 µs for 13000 MB" in text
     assert "| adapter requests | 10,000 | 0.50 |" in text
+    assert "By turns, the median of 8: sync=fold gives 0.951 of the tokens" in text
     assert "ray" not in text
 
 

@@ -184,7 +184,15 @@ def _throughputs(run: Run) -> list[str]:
         for way, name in names.items()
         if (found := run.throughput(way)) is not None
     ]
-    return ["", "| generation | tokens/s | of merged |", "|---|---|---|", *rows] if rows else []
+    lines = ["", "| generation | tokens/s | of merged |", "|---|---|---|", *rows] if rows else []
+    if turns := run.info("fold_beside_merged", "merged"):
+        lines += [
+            "",
+            f"- By turns, the median of {turns['turns']}: sync=fold gives {turns['fold_to_merged']:.3f} of "
+            f"the tokens that an engine with merged weights gives ({turns['fold']:,.0f} and "
+            f"{turns['merged']:,.0f} a second).",
+        ]
+    return lines
 
 
 def costs(run: Run) -> dict[str, tuple[float, float]]:

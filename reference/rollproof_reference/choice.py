@@ -4,8 +4,8 @@ from __future__ import annotations
 
 FOLD_FROM = 400
 """Tokens of all requests between two updates from which on folding, which takes longer and generates faster,
-is ahead of the arena. On one H200, with a 7B shape, rank 32 and 128 requests at once, a fold took 11.1 ms and
-an arena update 2.1 ms; adapter requests gave 13.8 thousand tokens a second, folded weights 20.2 thousand: 392
+is ahead of the arena. On one H200, with a 7B shape, rank 32 and 128 requests at once, a fold took 9.7 ms and
+an arena update 1.7 ms; adapter requests gave 13.8 thousand tokens a second, folded weights 19.0 thousand: 406
 (benchmarks/results/updates). Both the cost and the gain grow with the model, so it changes little with its
 size."""
 
