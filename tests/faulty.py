@@ -40,7 +40,7 @@ class Model(Oracle):
 
     def _model(self, version: int) -> Any:
         if version not in self._merged:
-            self._merged[version] = _in_dtype(self._unmerged(version), self.dtype)
+            self._merged[version] = _in_dtype(self.unmerged(version), self.dtype)
         return self._merged[version]
 
 
@@ -66,20 +66,24 @@ class Faulty:
 
     "leak": requests without the adapter get this fraction of it. "stale": so many prompt tokens that were
     seen before keep their KV. "drift": the last so many tokens of an overtaken request are the new
-    version's. "scored": prompt_logprobs has a scale that is off by so much.
+    version's. "scored": prompt_logprobs has a scale that is off by so much. "gap": an overtaken request goes
+    on with the new version, where the other faults finish it on the old one, and so many tokens after the
+    update are the base model's.
     """
 
     capabilities = frozenset(
         {
             *(Capability.BASE, Capability.BASE_BEFORE_SYNC, Capability.LOGPROBS, Capability.PREFIX_CACHE),
             *(Capability.SAMPLES, Capability.PROMPT_LOGPROBS, Capability.FINISH_ON_OLD),
-            *(Capability.EMBED_TOKENS, Capability.LM_HEAD),
+            *(Capability.EMBED_TOKENS, Capability.LM_HEAD, Capability.EXPERTS),
         }
     )
 
     def __init__(self, spec: RolloutSpec, fault: str = "", size: float = 0.0) -> None:
         self.spec = spec
         self._fault, self._size = fault, size
+        if fault == "gap":
+            self.capabilities = self.capabilities - {Capability.FINISH_ON_OLD} | {Capability.CONTINUE_MIXED}
         self._model = _model(spec.model_path, spec.dtype)
         for version in self._model.versions[1:]:
             self._model.forget(version)
@@ -151,9 +155,13 @@ class Faulty:
         if kept:
             _, cache = self._model.forward(old, ids[:, :kept], None)
         step, tokens, logprobs = ids[:, kept:], [], []
+        serving, missing = version, 0
         for left in range(jobs[0].request.max_tokens, 0, -1):
+            if self._fault == "gap" and serving != self._version and version != BASE:
+                serving, missing = self._version, int(self._size)
             drifts = self._fault == "drift" and left <= self._size and version != BASE
-            now = self._version if drifts else version
+            now = BASE if missing else self._version if drifts else serving
+            missing = max(0, missing - 1)
             found, cache = self._model.forward(now, step, cache)
             step = torch.tensor([[_draw(row, job)] for row, job in zip(found[:, -1], jobs, strict=True)])
             tokens.append(step)

@@ -71,7 +71,7 @@ def test_a_tied_end_is_untied_before_the_merge(made, end: str):
     adapter = make_adapter(weights, 1, generator, strength=0.5, embedding=end == "embedding")
     oracle.add(adapter)
     scores = oracle.score(1, SAMPLES)
-    apart = oracle._unmerged(1)
+    apart = oracle.unmerged(1)
     for sample, score, base in zip(SAMPLES, scores, oracle.score(BASE, SAMPLES), strict=True):
         torch.testing.assert_close(score.logprobs, logprobs(apart, sample), atol=1e-3, rtol=0)
         assert (score.logprobs - base.logprobs).abs().max() > 0.1

@@ -9,8 +9,9 @@ import pytest
 import sensitivity
 from rollproof import Outcome
 from rollproof.bench import Bench
+from rollproof.models import make_model
 from rollproof.settings import DTYPES
-from sensitivity import ROWS, Row, inserted, outcome, section, smallest
+from sensitivity import MOE, ROWS, SHAPE, Row, inserted, outcome, section, smallest
 
 HERE = Path()
 SIZES = (0.5, 0.2, 0.1, 0.05, 0.02)
@@ -21,12 +22,17 @@ def bench() -> Bench:
     return Bench()
 
 
+@pytest.fixture(scope="module")
+def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {SHAPE: model_path, MOE: make_model(tmp_path_factory.mktemp("moe"), MOE)}
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.clause}, {row.fault}")
 async def test_each_clause_passes_without_the_fault_and_catches_a_large_one(
-    bench: Bench, model_path: Path, row: Row
+    bench: Bench, models: dict[str, Path], row: Row
 ):
-    for size, expected in ((0, Outcome.PASS), (row.sizes[0], Outcome.FAIL)):
-        assert await outcome(bench, model_path, "float32", 0, row, size) == expected
+    for size, expected in ((0, Outcome.PASS), *((sign * row.sizes[0], Outcome.FAIL) for sign in row.signs)):
+        assert await outcome(bench, models[row.shape], "float32", 0, row, size) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,17 @@ async def test_the_smallest_size_is_what_every_seed_catches(
 
     monkeypatch.setattr(sensitivity, "outcome", known)
     assert await smallest(Bench(), HERE, "float32", (0, 1), Row("NUM-003", "scale", SIZES, "")) == told
+
+
+@pytest.mark.parametrize(("signs", "told"), [((1,), "5 %"), ((1, -1), "20 %")])
+async def test_of_two_signs_the_worse_counts(
+    monkeypatch: pytest.MonkeyPatch, signs: tuple[int, ...], told: str
+):
+    async def lopsided(bench, model, dtype, seed, row, size):
+        return Outcome.FAIL if size >= 0.05 or size <= -0.1001 else Outcome.PASS
+
+    monkeypatch.setattr(sensitivity, "outcome", lopsided)
+    assert await smallest(Bench(), HERE, "float32", (0, 1), Row("A-001", "scale", SIZES, "", signs)) == told
 
 
 @pytest.mark.parametrize("wrong", [Outcome.FAIL, Outcome.ERROR, Outcome.NOT_APPLICABLE])

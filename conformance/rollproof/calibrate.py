@@ -16,7 +16,7 @@ from .judge import POWER, Tolerance, rms
 from .models import make_adapter
 from .oracle import Oracle, Sample
 from .protocol import Adapter
-from .scale import allowance, direction, relative_error
+from .scale import noise_along
 
 STRENGTHS = (0.5, 1.0, 0.2)
 """Candidates for an adapter's change of each weight, in standard deviations of that weight."""
@@ -29,11 +29,8 @@ _ROWS = 8
 LONGEST = 64
 """Noise on recorded prompts is measured over so many tokens at most."""
 
-_SCALE_TRIALS = 6
-_SCALE_CLAIMS = 4
-"""Trial adapters, and the completions of each in groups as large as a claim's. Noise over a whole claim is
-close to normal: four times the largest of 24 is exceeded by chance with a probability of 4e-8."""
-
+_SCALE_ROWS = 16
+"""Twice as many completions tell the noise along an adapter's scale, each computed in two ways."""
 
 Size = tuple[int, int]
 """Prompt tokens, and completion tokens."""
@@ -49,7 +46,7 @@ class Calibration:
         self.oracle = oracle
         self._seed = seed
         self._measured: dict[tuple[float | str, Size], tuple[Tolerance, float]] = {}
-        self._scale: dict[Size, float] = {}
+        self._along: dict[tuple[str, Size], float] = {}
         powers: dict[float, float] = {}
         for strength in STRENGTHS:
             best, power = max(powers.values(), default=0.0), math.inf
@@ -66,11 +63,14 @@ class Calibration:
         """What is allowed for completions of this size; measured when first asked for."""
         return self._trial(self.strength, size)[0]
 
-    def scale(self, size: Size) -> float:
-        """The relative error of an adapter's scale that is allowed for a claim of this size."""
-        if size not in self._scale:
-            self._scale[size] = scale_trial(self.oracle, self.strength, *size, self._seed)
-        return self._scale[size]
+    def noise_along(self, version: int, size: Size) -> float:
+        """The noise of a token along the scale of a version that the oracle knows (see ``scale``)."""
+        key = self.oracle.digest(version), size
+        if key not in self._along:
+            generator = torch.Generator().manual_seed(self._seed)
+            samples = _fresh(self.oracle, version, *size, generator, _SCALE_ROWS)
+            self._along[key] = noise_along(self.oracle, version, samples)
+        return self._along[key]
 
     def measure(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         """An adapter's own tolerance, and its least distance in nats from the base model."""
@@ -149,24 +149,6 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     for version in trials[1:]:
         oracle.forget(version)
     return Tolerance.from_noise(errors), min(apart)
-
-
-def scale_trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int) -> float:
-    """The allowance for an adapter's scale: noise read as one, over claims of ``_ROWS`` completions."""
-    generator = torch.Generator().manual_seed(seed)
-    version, found = max(oracle.versions) + 1, list[float]()
-    for _ in range(_SCALE_TRIALS):
-        adapter = make_adapter(oracle.layers(), version, generator, strength=strength)
-        oracle.add(adapter)
-        samples = _fresh(oracle, version, length, n_tokens, generator, _SCALE_CLAIMS * _ROWS // 2)
-        along = direction(oracle, adapter, samples).reshape(len(samples), n_tokens)
-        noise = torch.stack(oracle.noise(version, samples))
-        oracle.forget(version)
-        for claim in range(_SCALE_CLAIMS):
-            # Greedy and sampled ones in each, as where a rollout is asked.
-            rows = slice(claim, None, _SCALE_CLAIMS)
-            found += [relative_error(along[rows], noise[rows, way]) for way in range(noise.shape[1])]
-    return allowance(oracle.dtype, found)
 
 
 def _fresh(

@@ -103,6 +103,10 @@ class Oracle:
         """The candidates whose weights none before them has."""
         return [version for version in self.versions if self.alike(version) == version]
 
+    def digest(self, version: int) -> str:
+        """What tells the weights of a candidate from those of others."""
+        return self._weights[version]
+
     def alike(self, version: int) -> int:
         """The first candidate with the weights of this one: they can't be told apart by any output."""
         return next(other for other in self.versions if self._weights[other] == self._weights[version])
@@ -219,19 +223,18 @@ class Oracle:
         """
         if self.dtype == torch.float32:
             exact = _in_dtype(copy.deepcopy(self._model(version)), torch.float64)
-            noisy = [self._model(version), self._unmerged(version)]
+            noisy = [self._model(version), self.unmerged(version)]
         else:
             exact = self._model(version)
-            noisy = [_in_dtype(m, self.dtype) for m in (copy.deepcopy(exact), self._unmerged(version))]
-        truth = [
-            _token_logprobs(row, s)
-            for row, s in zip(self._logits([(exact, 0)], sequences), sequences, strict=True)
-        ]
-        errors = []
-        for model in noisy:
-            found = self._logits([(model, 0)], sequences)
-            errors.append([_token_logprobs(row, s) for row, s in zip(found, sequences, strict=True)])
-        return [torch.stack([error[i] - truth[i] for error in errors]).float() for i in range(len(sequences))]
+            noisy = [_in_dtype(m, self.dtype) for m in (copy.deepcopy(exact), self.unmerged(version))]
+        truth, *found = [self.logprobs(model, sequences) for model in (exact, *noisy)]
+        return [torch.stack([row[i] - truth[i] for row in found]).float() for i in range(len(sequences))]
+
+    @torch.inference_mode()
+    def logprobs(self, model: Any, sequences: Sequence[Sample]) -> list[torch.Tensor]:
+        """Each token's logprob under a model that this oracle made: [T] per sequence."""
+        found = self._logits([(model, 0)], sequences)
+        return [_token_logprobs(row, s) for row, s in zip(found, sequences, strict=True)]
 
     @torch.inference_mode()
     def sample(
@@ -304,7 +307,8 @@ class Oracle:
             self._merged.popitem(last=False)
         return merged
 
-    def _unmerged(self, version: int) -> Any:
+    def unmerged(self, version: int) -> Any:
+        """A model of its own in float32, with the adapter beside the base weights, as PEFT keeps it."""
         return copy.deepcopy(self._base) if version == BASE else self._peft(version)
 
     def _peft(self, version: int) -> Any:

@@ -20,6 +20,7 @@ from .models import make_adapter
 from .oracle import Oracle
 from .outcome import FailureError, UnderpoweredError
 from .protocol import Adapter, GenerateRequest
+from .scale import claimed
 from .subject import Subject, told
 from .verify import Verifier
 
@@ -104,14 +105,18 @@ class Session:
         return self._strong(make)
 
     def _strong(self, make: Callable[[float], Adapter]) -> Adapter:
+        """The first that is strong enough, or the best: noise grows with the strength too."""
+        best = -1.0
         for factor in (1, 2, 4, 8):
             adapter = make(factor * self.calibration.strength)
             own, effect = self.calibration.measure(adapter, SIZES[0])
-            allowed = own.or_wider(self.calibration.tolerance(SIZES[0]))
-            if effect >= ENOUGH * allowed.completion:
+            power = effect / own.or_wider(self.calibration.tolerance(SIZES[0])).completion
+            if power > best:
+                best, chosen, noise = power, adapter, own
+            if power >= ENOUGH:
                 break
-        self.verifier.learn(adapter.version, own)
-        return adapter
+        self.verifier.learn(chosen.version, noise)
+        return chosen
 
     def peft_adapter(self, **options: Any) -> Adapter:
         """An adapter as PEFT itself makes it for a config, with random weights: for other than A and B.
@@ -178,16 +183,17 @@ class Session:
             for task in tasks:
                 task.cancel()
 
-    async def claim(self, *adapter: bool) -> str:
+    async def claim(self, *adapter: bool, scale: float | None = None) -> str:
         """Ask fresh prompts and verify every answer; say in numbers how well they fit.
 
         ``claim(True)`` asks with the adapter, ``claim(False)`` the base model, ``claim(True, False)``
-        both side by side. Raises FailureError or UnderpoweredError.
+        both side by side; ``scale`` is as for ``verify``. Raises FailureError or UnderpoweredError.
         """
 
         async def attempt(n_tokens: int) -> str:
             asked = [self.requests(self.prompts(), n_tokens, adapter=one) for one in adapter]
-            return self.verify(await self.ask([one for group in zip(*asked, strict=True) for one in group]))
+            mixed = [one for group in zip(*asked, strict=True) for one in group]
+            return self.verify(await self.ask(mixed), scale=scale)
 
         return await self.grow(attempt)
 
@@ -204,7 +210,24 @@ class Session:
                     raise
 
     def verify(
-        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
+        self,
+        exchanges: Sequence[Exchange],
+        wrong: Sequence[Candidate] = (),
+        telling: int | None = None,
+        scale: float | None = None,
     ) -> str:
-        """Judge answers against every version that the history admits for each (see ``Verifier``)."""
-        return self.verifier.verify(exchanges, wrong, telling)
+        """Judge answers against every version that the history admits for each (see ``Verifier``).
+
+        Where ``scale`` is given, also by the scale that all tokens show together: a relative error of
+        so much has to be sure to show (``ANY``: whatever the noise lets be seen).
+        """
+        told, scored = self.verifier.judged(exchanges, wrong, telling)
+        if scale is None:
+            return told
+        size = max(len(e.request.prompt_token_ids) for e in exchanges), exchanges[0].request.max_tokens
+        samples = [self.verifier.sample(e) for e in exchanges]
+
+        def noise(version: int) -> float:
+            return self.calibration.noise_along(version, size)
+
+        return f"{told}; {claimed(self.oracle, noise, samples, scored, scale)}"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..outcome import FailureError, NotApplicableError, about
 from ..protocol import Adapter, Capability, GenerateRequest
-from ..scale import claim
-from ..session import PROMPT_TOKENS, Session
+from ..scale import ANY, FAULT
+from ..session import Session
 
 SCORED = 4
 
@@ -20,7 +20,7 @@ async def each_module(session: Session) -> str:
         await session.update()
         await session.serve(session.strong_adapter(target_modules=[leaf]))
         with about(f"an adapter on {leaf} alone"):
-            told = await session.claim(True)
+            told = await session.claim(True, scale=ANY)
     return f"{', '.join(leaves)}, each alone; last: {told}"
 
 
@@ -32,24 +32,16 @@ async def each_layer(session: Session) -> str:
         await session.update()
         await session.serve(session.strong_adapter(layers_to_transform=[layer]))
         with about(f"an adapter on layer {layer} alone"):
-            told = await session.claim(True)
+            told = await session.claim(True, scale=ANY)
     return f"layers {', '.join(map(str, chosen))} of {count}, each alone; last: {told}"
 
 
 async def scale(session: Session) -> str:
     """alpha below, at and above the rank, and rsLoRA: every token, and the scale that all show together."""
     for options in ({"lora_alpha": 1}, {"lora_alpha": 8}, {"lora_alpha": 64}, {"use_rslora": True}):
-        adapter = await session.update(**options)
-
-        async def attempt(n_tokens: int, adapter: Adapter = adapter) -> str:
-            exchanges = await session.ask(session.requests(session.prompts(), n_tokens))
-            told, scored = session.verifier.judged(exchanges)
-            allowed = session.calibration.scale((PROMPT_TOKENS, n_tokens))
-            samples = [session.verifier.sample(e) for e in exchanges]
-            return f"{told}; {claim(session.oracle, adapter, samples, scored, allowed)}"
-
+        await session.update(**options)
         with about(f"an adapter of rank 8 with {options}"):
-            told = await session.grow(attempt)
+            told = await session.claim(True, scale=FAULT)
     return f"alpha / r of 1/8, 1 and 8, and rsLoRA; last: {told}"
 
 
@@ -86,7 +78,7 @@ async def _scored(session: Session, *, adapter: bool) -> str:
             found = await session.subject.prompt_logprobs(request)
             again.append(replace(e, completion=replace(e.completion, logprobs=found[-len(tokens) :])))
         with about(f"prompt_logprobs {'with the adapter' if adapter else 'of the base model'}"):
-            return session.verify(again)
+            return session.verify(again, scale=ANY)
 
     return await session.grow(attempt)
 
@@ -118,7 +110,7 @@ async def _alone(session: Session, name: str, adapter: Adapter) -> str:
     # Versions are numbered in the order they are made.
     await session.serve(adapter)
     with about(f"an adapter on {name} alone"):
-        told = await session.claim(True)
+        told = await session.claim(True, scale=ANY)
         if session.subject.has(Capability.BASE):
             await session.claim(True, False)
     return told

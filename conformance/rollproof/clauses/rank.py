@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ..outcome import about
 from ..protocol import Adapter
+from ..scale import ANY
 from ..session import Session
 from ..subject import told as one_line
 
@@ -13,7 +15,8 @@ async def up_to_max(session: Session) -> str:
     ranks = sorted({rank for rank in (1, 3, 8, most) if rank <= most})
     for rank in ranks:
         await session.update(rank=rank)
-        told = await session.claim(True)
+        with about(f"an adapter of rank {rank}"):
+            told = await session.claim(True, scale=ANY)
     return f"ranks {', '.join(map(str, ranks))}; last: {told}"
 
 
@@ -44,4 +47,4 @@ async def _exact_or_refused(session: Session, adapter: Adapter) -> str:
     # The history knows whether the update was refused, and so which version has to answer.
     error = await session.push(adapter)
     how = "served" if error is None else f"refused ({one_line(error)}), the old version serves"
-    return f"{how}: {await session.claim(True)}"
+    return f"{how}: {await session.claim(True, scale=ANY)}"
