@@ -6,6 +6,7 @@ The rollout under test has no part in it, so a broken one can't widen its own to
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,10 @@ _ROWS = 8
 
 LONGEST = 64
 """Noise on recorded prompts is measured over so many tokens at most."""
+
+LETTERS = 16
+"""A prompt has no more tokens that are different. Attention averages the values of a prompt, which cancel
+over hundreds of unlike tokens; what stale ones change would too."""
 
 _SCALE_ROWS = 16
 """Twice as many completions tell the noise along an adapter's scale, each computed in two ways."""
@@ -73,7 +78,10 @@ class Calibration:
         return self._along[key]
 
     def measure(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
-        """An adapter's own tolerance, and its least distance in nats from the base model."""
+        """An adapter's own tolerance, and its median distance from the base model in nats.
+
+        Half of all prompts show more, and claims choose theirs among twice as many.
+        """
         key = adapter.digest(), size
         if key not in self._measured:
             self._measured[key] = self._own(adapter, size)
@@ -81,11 +89,13 @@ class Calibration:
 
     def _own(self, adapter: Adapter, size: Size) -> tuple[Tolerance, float]:
         generator = torch.Generator().manual_seed(self._seed)
-        self.oracle.add(adapter)
+        if new := adapter.version not in self.oracle.versions:
+            self.oracle.add(adapter)
         samples = _fresh(self.oracle, adapter.version, *size, generator)
         tolerance = Tolerance.from_noise(self.oracle.noise(adapter.version, samples))
-        effect = min(_apart(self.oracle, adapter.version, [BASE], samples))
-        self.oracle.forget(adapter.version)
+        effect = statistics.median(_apart(self.oracle, adapter.version, [BASE], samples))
+        if new:
+            self.oracle.forget(adapter.version)
         return tolerance, effect
 
     def _power(self, strength: float, size: Size) -> float:
@@ -151,11 +161,19 @@ def trial(oracle: Oracle, strength: float, length: int, n_tokens: int, seed: int
     return Tolerance.from_noise(errors), min(apart)
 
 
+def fresh_prompts(
+    oracle: Oracle, count: int, length: int, generator: torch.Generator
+) -> list[tuple[int, ...]]:
+    """Random prompts of one length, each of ``LETTERS`` different tokens at most."""
+    letters = torch.randint(0, oracle.vocab_size, (count, LETTERS), generator=generator)
+    chosen = torch.randint(0, LETTERS, (count, length), generator=generator)
+    return [tuple(row) for row in letters.gather(1, chosen).tolist()]
+
+
 def _fresh(
     oracle: Oracle, version: int, length: int, n_tokens: int, generator: torch.Generator, rows: int = _ROWS
 ) -> list[Sample]:
-    ids = torch.randint(0, oracle.vocab_size, (2 * rows, length), generator=generator)
-    return complete(oracle, version, [tuple(row) for row in ids.tolist()], n_tokens, generator)
+    return complete(oracle, version, fresh_prompts(oracle, 2 * rows, length, generator), n_tokens, generator)
 
 
 def complete(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .calibrate import ENOUGH, Calibration
-from .candidates import Candidate
+from .calibrate import ENOUGH, Calibration, fresh_prompts
+from .candidates import BASE, Candidate
 from .flight import policy
 from .history import Exchange
+from .judge import rms
 from .models import make_adapter
 from .oracle import Oracle
 from .outcome import FailureError, UnderpoweredError
@@ -30,6 +32,13 @@ LONG_PROMPT = 400
 """Prompt tokens for clauses about KV: at least three blocks of 128, the largest in common use."""
 
 MAX_TOKENS = 16
+_CHOICE = 32
+"""So many prompts, or twice as many as are asked if that is more, are there to choose from."""
+
+_LOUDEST = 2.0
+"""The most for experts, in standard deviations of their weights. Rounding can flip which experts a router
+chooses; that is rare, and a louder expert would be further off then than any noise that was measured."""
+
 GROWTH = 4
 """Completions grow up to this many times ``MAX_TOKENS`` before a claim ends as underpowered."""
 
@@ -102,20 +111,22 @@ class Session:
                     tensors[name] = noise / tensor.shape[1] ** 0.5
             return Adapter(self._next(), config, tensors)
 
-        return self._strong(make)
+        return self._strong(make, _LOUDEST)
 
-    def _strong(self, make: Callable[[float], Adapter]) -> Adapter:
+    def _strong(self, make: Callable[[float], Adapter], most: float = math.inf) -> Adapter:
         """The first that is strong enough, or the best: noise grows with the strength too."""
         best = -1.0
         for factor in (1, 2, 4, 8):
+            if best >= 0 and factor * self.calibration.strength > most:
+                break
             adapter = make(factor * self.calibration.strength)
             own, effect = self.calibration.measure(adapter, SIZES[0])
             power = effect / own.or_wider(self.calibration.tolerance(SIZES[0])).completion
             if power > best:
-                best, chosen, noise = power, adapter, own
+                best, chosen = power, adapter
             if power >= ENOUGH:
                 break
-        self.verifier.learn(chosen.version, noise)
+        self._learn(chosen)
         return chosen
 
     def peft_adapter(self, **options: Any) -> Adapter:
@@ -134,9 +145,11 @@ class Session:
             fresh = ".lora_A." in name or ".lora_B." in name
             tensors[name] = noise / tensor.shape[-1] ** 0.5 if fresh else tensor * (1 + 0.3 * noise)
         adapter = Adapter(version, config, tensors)
-        own, _ = self.calibration.measure(adapter, SIZES[0])
-        self.verifier.learn(version, own)
+        self._learn(adapter)
         return adapter
+
+    def _learn(self, adapter: Adapter) -> None:
+        self.verifier.learn(adapter.version, lambda size: self.calibration.measure(adapter, size)[0])
 
     async def offer(self, adapter: Adapter) -> Exception | None:
         """Send an adapter past the oracle: one that has to be refused, one of many, or one it was told of."""
@@ -161,8 +174,24 @@ class Session:
 
     def prompts(self, count: int = PROMPTS, length: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
         """Fresh random prompts, so that no earlier request left KV for them."""
-        ids = torch.randint(0, self.oracle.vocab_size, (count, length), generator=self._generator)
-        return [tuple(row) for row in ids.tolist()]
+        return fresh_prompts(self.oracle, count, length, self._generator)
+
+    def telling(
+        self, count: int, length: int, n_tokens: int, right: int, wrong: Sequence[Candidate]
+    ) -> list[tuple[int, ...]]:
+        """Of fresh prompts those whose completions tell a version best from all of ``wrong``.
+
+        The oracle alone chooses, by what it would answer itself.
+        """
+        prompts = self.prompts(max(_CHOICE, 2 * count), length)
+        samples = self.oracle.sample(right, prompts, n_tokens)
+        scores, *others = [self.oracle.score(candidate, samples) for candidate in (right, *wrong)]
+        apart = [
+            [rms(a.logprobs - b.logprobs).item() for a, b in zip(scores, o, strict=True)] for o in others
+        ]
+        least = [min(row) for row in zip(*apart, strict=True)]
+        best = sorted(range(len(prompts)), key=lambda row: least[row], reverse=True)
+        return [prompts[row] for row in best[:count]]
 
     def requests(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, *, adapter: bool = True
@@ -184,18 +213,28 @@ class Session:
                 task.cancel()
 
     async def claim(self, *adapter: bool, scale: float | None = None) -> str:
-        """Ask fresh prompts and verify every answer; say in numbers how well they fit.
+        """Ask fresh prompts that tell well, and verify every answer; say in numbers how well they fit.
 
         ``claim(True)`` asks with the adapter, ``claim(False)`` the base model, ``claim(True, False)``
         both side by side; ``scale`` is as for ``verify``. Raises FailureError or UnderpoweredError.
         """
 
         async def attempt(n_tokens: int) -> str:
-            asked = [self.requests(self.prompts(), n_tokens, adapter=one) for one in adapter]
+            asked = [
+                self.requests(self._prompts_for(n_tokens, one), n_tokens, adapter=one) for one in adapter
+            ]
             mixed = [one for group in zip(*asked, strict=True) for one in group]
             return self.verify(await self.ask(mixed), scale=scale)
 
         return await self.grow(attempt)
+
+    def _prompts_for(self, n_tokens: int, adapter: bool) -> list[tuple[int, ...]]:
+        """Prompts that tell the version that serves from the base model, where there is such a version."""
+        served = [update.version for update in self.subject.history.updates if update.error is None]
+        if not served or served[-1] not in self.oracle.versions:
+            return self.prompts()
+        right, wrong = (served[-1], BASE) if adapter else (BASE, served[-1])
+        return self.telling(PROMPTS, PROMPT_TOKENS, n_tokens, right, [wrong])
 
     async def grow(self, attempt: Callable[[int], Awaitable[str]], prompt_tokens: int = PROMPT_TOKENS) -> str:
         """Attempt a claim with completions of ``MAX_TOKENS``, and longer ones while it is underpowered."""

@@ -5,7 +5,7 @@ Works from the record alone, so that a history can be judged where no rollout ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,10 +49,10 @@ class Verifier:
         self.calibration = calibration
         self.history = history
         self.in_flight = in_flight
-        self._own: dict[int, Tolerance] = {}
+        self._own: dict[int, Callable[[tuple[int, int]], Tolerance]] = {}
 
-    def learn(self, version: int, own: Tolerance) -> None:
-        """Allow a version the noise that was measured for it alone."""
+    def learn(self, version: int, own: Callable[[tuple[int, int]], Tolerance]) -> None:
+        """Allow a version that is in few modules its own noise too, as measured for a size of completion."""
         self._own[version] = own
 
     def verify(
@@ -87,14 +87,19 @@ class Verifier:
     ) -> tuple[Verdict, list[Scored], Tolerance]:
         """As ``judged``, whatever the power. Raises FailureError."""
         tolerance = self.tolerance(exchanges)
-        latest = self.oracle.distinct[1:][-RIVALS - 1 :]
-        scored = self.scored(exchanges, tolerance, [BASE, *latest, *wrong])
+        scored = self.scored(exchanges, tolerance, [BASE, *self._latest(), *wrong])
         verdict = judge(scored, tolerance)
         if verdict.failure:
             every = [*self.oracle.distinct, *wrong]
             verdict = judge(self.scored(exchanges, tolerance, every), tolerance)
             raise self._failure(exchanges, verdict)
         return verdict, scored, tolerance
+
+    def _latest(self) -> list[int]:
+        """The versions that a claim is set against. Of those in few modules, which may be next to the base
+        model, only the newest two: the one that serves, and the one before it."""
+        versions = self.oracle.distinct[1:]
+        return [v for v in versions if v not in self._own or v in versions[-2:]][-RIVALS - 1 :]
 
     def _failure(self, exchanges: Sequence[Exchange], verdict: Verdict) -> FailureError:
         seen = [(exchanges[index], token) for index, token in verdict.witness]
@@ -137,10 +142,12 @@ class Verifier:
         """What is allowed for completions of this size, measured once with the oracle alone."""
         length = max(len(e.request.prompt_token_ids) for e in exchanges)
         n_tokens = max(e.request.max_tokens for e in exchanges)
-        tolerance = self.calibration.tolerance((length, n_tokens))
+        size = length, n_tokens
+        tolerance = self.calibration.tolerance(size)
         for served in map(self.history.served, exchanges):
             for version in (*served.at_start, *served.later):
-                tolerance = tolerance.or_wider(self._own.get(version, tolerance))
+                if version in self._own:
+                    tolerance = tolerance.or_wider(self._own[version](size))
         return tolerance
 
     @staticmethod

@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..candidates import BASE, on_stale_kv
+from ..candidates import BASE, Candidate, on_stale_kv
 from ..flight import policy
-from ..judge import rms
 from ..outcome import FailureError, NotApplicableError, UnderpoweredError
 from ..protocol import Capability, GenerateRequest
 from ..session import LONG_PROMPT, MAX_TOKENS, Session
 
 _BLOCK = 128
-_CHOICE = 16
 _CROWD = 16
 _CHAINED = 4
 
@@ -120,15 +118,17 @@ async def crowded(session: Session) -> str:
 
     async def attempt(n_tokens: int) -> str:
         older = await session.update()
-        prompts = session.prompts(_CROWD, _length(session))
+        newer = session.adapter()
+        session.oracle.add(newer)
+        asked = _telling(session, n_tokens, older.version, newer.version, count=_CROWD)
         # Greedy alone: vLLM's CPU build dies of a seeded request whose prompt is computed in chunks.
-        requests = [replace(r, temperature=0.0) for r in session.requests(prompts, n_tokens)]
+        requests = [replace(r, temperature=0.0) for r in asked]
         await session.ask(requests)
         hits = [e.completion.num_cached_tokens or 0 for e in await session.ask(requests)]
         if not min(hits):
             raise NotApplicableError(f"of {_CROWD} long prompts at once, {hits.count(0)} left no KV to reuse")
-        newer = await session.update()
-        stale = on_stale_kv(older.version, newer.version, min(*hits, len(prompts[0]) - 1))
+        await session.serve(newer)
+        stale = on_stale_kv(older.version, newer.version, min(*hits, _length(session) - 1))
         return session.verify(await session.ask(requests), [stale])
 
     return await session.grow(attempt, _length(session))
@@ -157,11 +157,9 @@ async def _hit(session: Session, requests: Sequence[GenerateRequest]) -> int:
 def _telling(
     session: Session, n_tokens: int, older: int, newer: int, *, count: int = 1, adapter: bool = True
 ) -> list[GenerateRequest]:
-    """Requests whose prompts, of some fresh ones, stale KV would move most, by the oracle alone."""
+    """Requests that tell the newer version from the older, from the base model, and from stale KV."""
     length = _length(session)
     kept = max(1, min(length // _BLOCK * _BLOCK, length - 1))
-    samples = session.oracle.sample(newer, session.prompts(_CHOICE, length), n_tokens)
-    fresh, stale = (session.oracle.score(c, samples) for c in (newer, on_stale_kv(older, newer, kept)))
-    apart = [rms(a.logprobs - b.logprobs).item() for a, b in zip(fresh, stale, strict=True)]
-    best = sorted(range(len(apart)), key=lambda row: apart[row], reverse=True)[:count]
-    return session.requests([samples[row].prompt for row in best], n_tokens, adapter=adapter)
+    wrong: list[Candidate] = [on_stale_kv(older, newer, kept), *({older, BASE} - {newer})]
+    prompts = session.telling(count, length, n_tokens, newer, wrong)
+    return session.requests(prompts, n_tokens, adapter=adapter)

@@ -96,12 +96,13 @@ async def head(session: Session) -> str:
 
 
 async def experts(session: Session) -> str:
-    """Adapters that live in one expert of every layer: the first, and the last."""
+    """Adapters that live in one expert of every layer, the first and the last, each after another one."""
     weights = session.oracle.experts()
     if not weights:
         raise NotApplicableError("this model has no experts that PEFT can target (target_parameters)")
     count = next(iter(weights.values())).shape[0]
     for expert in (0, count - 1):
+        await session.update()
         told = await _alone(session, f"expert {expert}", session.expert_adapter(expert))
     return f"the first and the last of {count} experts, each alone; last: {told}"
 
