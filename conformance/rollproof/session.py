@@ -213,16 +213,21 @@ class Session:
                 task.cancel()
 
     async def claim(self, *adapter: bool, scale: float | None = None) -> str:
-        """Ask fresh prompts that tell well, and verify every answer; say in numbers how well they fit.
+        """Ask fresh prompts, and verify every answer; say in numbers how well they fit.
 
         ``claim(True)`` asks with the adapter, ``claim(False)`` the base model, ``claim(True, False)``
-        both side by side; ``scale`` is as for ``verify``. Raises FailureError or UnderpoweredError.
+        both side by side; ``scale`` is as for ``verify``. Where any prompts don't tell enough, such are
+        chosen as do. Raises FailureError or UnderpoweredError.
         """
+        first = True
 
         async def attempt(n_tokens: int) -> str:
-            asked = [
-                self.requests(self._prompts_for(n_tokens, one), n_tokens, adapter=one) for one in adapter
-            ]
+            nonlocal first
+            chosen, first = not first, False
+            asked = []
+            for one in adapter:
+                prompts = self._prompts_for(n_tokens, one) if chosen else self.prompts()
+                asked.append(self.requests(prompts, n_tokens, adapter=one))
             mixed = [one for group in zip(*asked, strict=True) for one in group]
             return self.verify(await self.ask(mixed), scale=scale)
 
