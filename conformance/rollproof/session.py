@@ -257,10 +257,11 @@ class Session:
         self,
         exchanges: Sequence[Exchange],
         wrong: Sequence[Candidate] = (),
+        *,
         telling: int | None = None,
         scale: float | None = None,
     ) -> str:
-        """Judge answers against every version that the history admits for each (see ``Verifier``).
+        """Judge answers against every version that the history admits for each (see ``Verifier.judged``).
 
         Where ``scale`` is given, also by the scale that all tokens show together: a relative error of
         so much has to be sure to show (``ANY``: whatever the noise lets be seen).

@@ -55,21 +55,16 @@ class Verifier:
         """Allow a version that is in few modules its own noise too, as measured for a size of completion."""
         self._own[version] = own
 
-    def verify(
-        self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
-    ) -> str:
-        """Judge answers against every version that the history admits for each; say how well they fit.
-
-        ``wrong`` are further candidates that must not be the answer. All answers have to be right, and
-        ``telling`` of them (None: all) to tell it from wrong ones. Raises FailureError, or
-        UnderpoweredError where the oracle can't tell right from wrong on these tokens.
-        """
-        return self.judged(exchanges, wrong, telling)[0]
-
     def judged(
         self, exchanges: Sequence[Exchange], wrong: Sequence[Candidate] = (), telling: int | None = None
     ) -> tuple[str, list[Scored]]:
-        """As ``verify``, and the scores it came from."""
+        """Judge answers against every version that the history admits for each; say how well they fit.
+
+        ``wrong`` are further candidates that must not be the answer. All answers have to be right, and
+        ``telling`` of them (None: all) to tell it from wrong ones. With the words come the scores they
+        stand on. Raises FailureError, or UnderpoweredError where the oracle can't tell right from wrong
+        on these tokens.
+        """
         verdict, scored, tolerance = self.weighed(exchanges, wrong)
         power = verdict.power(telling)
         told = f"the nearest wrong candidate is {power:.0f} tolerances away"
