@@ -99,6 +99,36 @@ def test_fused_experts_are_no_layers_and_are_listed_apart(made):
     assert not Oracle(made("tiny-qwen3"), torch.float32).experts()
 
 
+def routes(model: torch.nn.Module, samples: list[Sample]) -> torch.Tensor:
+    """The experts that each layer chooses for each token of the samples: [layers, tokens, k], in order."""
+    found: list[torch.Tensor] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [r.register_forward_hook(lambda _, __, out: found.append(out[2].sort().values)) for r in routers]
+    with torch.inference_mode():
+        model(torch.tensor([[*sample.prompt, *sample.tokens] for sample in samples]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_go_to_unlike_experts_that_rounding_does_not_flip(tmp_path: Path, seed: int):
+    oracle = Oracle(make_model(tmp_path, "tiny-qwen3-moe", seed), torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    oracle.add(make_adapter(oracle.layers(), 1, generator, strength=0.5))
+    prompts = [tuple(row) for row in torch.randint(0, 1024, (16, 24), generator=generator).tolist()]
+    for version in (BASE, 1):
+        samples = oracle.sample(version, prompts, 16, 1.0, generator)
+        model = oracle.unmerged(version)
+        exact = routes(model, samples)
+        assert exact.shape[0] == 2
+        assert exact.shape[-1] < 8
+        for layer in exact:
+            assert len(layer.unique(dim=0)) > 8, "many pairs of experts"
+            assert layer.unique().tolist() == list(range(8)), "and all of them"
+        assert routes(model.to(torch.bfloat16), samples).equal(exact)
+
+
 class Ends(toy.Toy):
     """Serves embeddings, output layers and experts; ``fault`` loses them or takes the wrong expert."""
 

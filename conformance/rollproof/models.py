@@ -73,7 +73,7 @@ SHAPES = {
         config={
             "head_dim": 32,
             "num_experts": 8,
-            "num_experts_per_tok": 8,
+            "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,
             "norm_topk_prob": True,
         },
@@ -146,13 +146,16 @@ _EMBEDDED = 0.1
 """What a tied embedding adds to the last layer's input, beside sublayers of 1: more, and every token
 would predict itself."""
 
-_ROUTER = 3.0
-"""The spread of a router's logits. All experts are chosen, each with its weight: where some are left out,
-rounding at times flips which, and then a right rollout is further off than any noise that was measured,
-whatever the spread. Experts are half as loud as other layers besides."""
+_ROUTER = 0.5
+_CHOSEN = (10.0, 8.0)
+"""A token's embedding names its experts, as many as are chosen, the first louder than the second, in
+dimensions of their own. The router reads these alone, times ``_ROUTER``, and of all layers only adapters
+write to them. What a router of noise chooses is flipped by rounding at times, and then a right rollout is
+further off than any noise that was measured."""
 
 
 def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generator) -> torch.Tensor:
+    experts = size.config.get("num_experts", 0)
     gemma, tied = size.family.startswith("gemma"), size.config.get("tie_word_embeddings", False)
     if name.endswith("norm.weight"):
         # Where q and k are normed, no adapter makes them wider: with less, attention hardly sees them at all.
@@ -162,18 +165,24 @@ def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generat
         if gemma and "post_attention" in name:
             scale = 0.2  # it would make what is common to all tokens as loud as what is a token's own
         return torch.full(shape, scale - 1.0 if gemma else scale)
+    if name.endswith("mlp.gate.weight"):
+        return _ROUTER * torch.eye(*shape)
     noise = torch.randn(shape, generator=generator)
     if name.endswith("bias"):
         return noise * 0.1
     if "embed_tokens" in name:
         # Gemma multiplies embeddings by sqrt(hidden) on the way in.
-        return noise * (_EMBEDDED / math.sqrt(shape[-1]) if tied else 0.5)
+        embedded = noise * (_EMBEDDED / math.sqrt(shape[-1]) if tied else 0.5)
+        if experts:
+            chosen = embedded[:, :experts].topk(len(_CHOSEN)).indices
+            embedded.scatter_add_(1, chosen, torch.tensor(_CHOSEN).expand(len(chosen), -1))
+        return embedded
     if "lm_head" in name:
         return noise * (size.spread / math.sqrt(shape[-1]))
-    if name.endswith("mlp.gate.weight"):
-        return noise * (_ROUTER / math.sqrt(shape[-1]))
+    if any(part in name for part in ("o_proj", "down_proj")):
+        noise[..., :experts, :] = 0
     # Half as wide, so that attention is not so sharp that it blows up rounding errors.
-    width = 0.5 if any(part in name for part in ("q_proj", "k_proj", "experts.down_proj")) else 1.0
+    width = 0.5 if any(part in name for part in ("q_proj", "k_proj")) else 1.0
     return noise * (width / math.sqrt(shape[-1]))
 
 

@@ -35,9 +35,10 @@ MAX_TOKENS = 16
 _CHOICE = 32
 """So many prompts, or twice as many as are asked if that is more, are there to choose from."""
 
-_LOUDEST = 2.0
-"""The most for experts, in standard deviations of their weights. Rounding can flip which experts a router
-chooses; that is rare, and a louder expert would be further off then than any noise that was measured."""
+_LOUDEST = 1.5
+"""The most for experts, in standard deviations of their weights. What a louder one adds can decide which
+experts later layers choose; rounding flips that at times, and then a right rollout is further off than any
+noise that was measured."""
 
 GROWTH = 4
 """Completions grow up to this many times ``MAX_TOKENS`` before a claim ends as underpowered."""
@@ -116,10 +117,8 @@ class Session:
     def _strong(self, make: Callable[[float], Adapter], most: float = math.inf) -> Adapter:
         """The first that is strong enough, or the best: noise grows with the strength too."""
         best = -1.0
-        for factor in (1, 2, 4, 8):
-            if best >= 0 and factor * self.calibration.strength > most:
-                break
-            adapter = make(factor * self.calibration.strength)
+        for strength in sorted({min(factor * self.calibration.strength, most) for factor in (1, 2, 4, 8)}):
+            adapter = make(strength)
             own, effect = self.calibration.measure(adapter, SIZES[0])
             power = effect / own.or_wider(self.calibration.tolerance(SIZES[0])).completion
             if power > best:
