@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,10 @@ import pytest
 
 from rollproof.calibrate import LETTERS, fresh_prompts
 from rollproof.history import Exchange, History
-from rollproof.judge import rms
+from rollproof.judge import Tolerance, Verdict, rms
 from rollproof.oracle import BASE, Oracle
 from rollproof.outcome import UnderpoweredError
-from rollproof.protocol import GenerateRequest
+from rollproof.protocol import Adapter, GenerateRequest
 from rollproof.session import MAX_TOKENS, PROMPT_TOKENS, PROMPTS, Session
 from rollproof.verify import RIVALS, Verifier
 
@@ -87,6 +89,71 @@ async def test_a_claim_chooses_its_prompts_once_any_were_not_enough(
     chosen = session.telling(PROMPTS, PROMPT_TOKENS, 2 * MAX_TOKENS, 1, [BASE])
     assert [[r.prompt_token_ids for r in requests] for requests in asked] == [any_prompts, chosen]
     assert [requests[0].max_tokens for requests in asked] == [MAX_TOKENS, 2 * MAX_TOKENS]
+
+
+@pytest.mark.parametrize(("adapter_asked", "right", "wrong"), [(True, 1, BASE), (False, BASE, 1)])
+async def test_a_claim_tells_what_serves_from_the_base_model(
+    session: Session, monkeypatch: pytest.MonkeyPatch, adapter_asked: bool, right: int, wrong: int
+):
+    told = (PROMPTS, PROMPT_TOKENS, TOKENS, right, [wrong])
+    monkeypatch.setattr(session, "telling", lambda *given: given)
+    assert session._prompts_for(TOKENS, adapter_asked) == told, "the update that was refused serves nothing"
+
+
+@pytest.mark.parametrize("updates", [[], [1, 3]])
+def test_prompts_are_any_where_no_version_serves_that_the_oracle_knows(
+    session: Session, monkeypatch: pytest.MonkeyPatch, updates: list[int]
+):
+    session.subject.history.updates[:] = [SimpleNamespace(version=v, error=None) for v in updates]
+    monkeypatch.delattr(Session, "telling")
+    for asked in (True, False):
+        assert len(session._prompts_for(TOKENS, asked)) == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("effects", "most", "tried", "chosen"),
+    [
+        ([31, 90, 90, 90], math.inf, [0.5], 0.5),
+        ([3, 31, 90, 90], math.inf, [0.5, 1], 1),
+        ([3, 29, 15, 7], math.inf, [0.5, 1, 2, 4], 1),
+        ([3, 9, 15, 90], 1.5, [0.5, 1, 1.5], 1.5),
+        ([3, 90, 90, 90], 0.2, [0.2], 0.2),
+    ],
+)
+def test_an_adapter_in_few_modules_is_as_strong_as_it_has_to_be(
+    session: Session, adapter: Any, effects: list[float], most: float, tried: list[float], chosen: float
+):
+    """An effect of 20 tolerances is enough; the version's own noise is half as wide again as the run's."""
+    made: list[float] = []
+    noise = Tolerance(1.5, 1.5, 0.1, 8)
+    session.calibration = SimpleNamespace(  # type: ignore[assignment]
+        strength=0.5,
+        tolerance=lambda size: Tolerance(1.0, 1.0, 0.1, 8),
+        measure=lambda one, size: (replace(noise, samples=size[1]), effects[len(made) - 1]),
+    )
+
+    def make(strength: float) -> Adapter:
+        made.append(strength)
+        return adapter(10 + len(made), strength=strength)
+
+    found = session._strong(make, most)
+    assert made == tried
+    assert made[found.version - 11] == chosen
+    for n_tokens in (MAX_TOKENS, 4 * MAX_TOKENS):
+        own = session.verifier._own[found.version]((PROMPT_TOKENS, n_tokens))
+        assert own == replace(noise, samples=n_tokens), "measured for the size that is asked"
+
+
+@pytest.mark.parametrize(("telling", "told"), [(None, "3 tolerances"), (3, "3 tolerances"), (2, "7 tol")])
+def test_as_many_answers_as_are_said_have_to_tell(
+    session: Session, monkeypatch: pytest.MonkeyPatch, telling: int | None, told: str
+):
+    verdict = Verdict("", 0.0, ({BASE: 7.0}, {BASE: 30.0}, {BASE: 3.0}))
+    found = verdict, [], Tolerance(1.0, 1.0, 0.1, 8)
+    monkeypatch.setattr(session.verifier, "weighed", lambda *_: found)
+    with pytest.raises(UnderpoweredError, match=f"nearest wrong candidate is {told}"):
+        session.verify([], telling=telling)
+    assert "the nearest wrong candidate is 30 tolerances away" in session.verify([], telling=1)
 
 
 def test_weak_versions_are_rivals_for_a_while_only(base_oracle: Oracle, adapter: Any):
