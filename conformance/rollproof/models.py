@@ -72,7 +72,7 @@ SHAPES = {
         *_TINY,
         config={
             "head_dim": 32,
-            "num_experts": 8,
+            "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,
             "norm_topk_prob": True,
@@ -146,12 +146,16 @@ _EMBEDDED = 0.1
 """What a tied embedding adds to the last layer's input, beside sublayers of 1: more, and every token
 would predict itself."""
 
-_ROUTER = 0.5
-_CHOSEN = (10.0, 8.0)
-"""A token's embedding names its experts, as many as are chosen, the first louder than the second, in
-dimensions of their own. The router reads these alone, times ``_ROUTER``, and of all layers only adapters
-write to them. What a router of noise chooses is flipped by rounding at times, and then a right rollout is
-further off than any noise that was measured."""
+_ROUTED = (24.0, 18.0)
+"""A token's embedding names its experts in dimensions of their own: as many as are chosen, the first louder
+than the second. What a router of noise chooses is flipped by rounding at times, and then a right rollout is
+further off than any noise that was measured. These are so loud that what adapters write there flips none."""
+
+_QUIET, _LOUD = 0.1, 3.7
+"""Norms make them quiet again, so that only the router, times ``_ROUTER``, sees much of them, and make up for
+what they take from the others."""
+
+_ROUTER = 4.0
 
 
 def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -164,7 +168,11 @@ def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generat
             scale = size.spread / _EMBEDDED
         if gemma and "post_attention" in name:
             scale = 0.2  # it would make what is common to all tokens as loud as what is a token's own
-        return torch.full(shape, scale - 1.0 if gemma else scale)
+        weight = torch.full(shape, scale - 1.0 if gemma else scale)
+        if experts and shape[0] == size.hidden_size:
+            weight *= _LOUD
+            weight[:experts] = _QUIET
+        return weight
     if name.endswith("mlp.gate.weight"):
         return _ROUTER * torch.eye(*shape)
     noise = torch.randn(shape, generator=generator)
@@ -174,8 +182,8 @@ def _weights(name: str, shape: torch.Size, size: Shape, generator: torch.Generat
         # Gemma multiplies embeddings by sqrt(hidden) on the way in.
         embedded = noise * (_EMBEDDED / math.sqrt(shape[-1]) if tied else 0.5)
         if experts:
-            chosen = embedded[:, :experts].topk(len(_CHOSEN)).indices
-            embedded.scatter_add_(1, chosen, torch.tensor(_CHOSEN).expand(len(chosen), -1))
+            chosen = embedded[:, :experts].topk(len(_ROUTED)).indices
+            embedded.scatter_add_(1, chosen, torch.tensor(_ROUTED).expand(len(chosen), -1))
         return embedded
     if "lm_head" in name:
         return noise * (size.spread / math.sqrt(shape[-1]))
