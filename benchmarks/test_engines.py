@@ -55,16 +55,17 @@ def test_throughput(other: Running, trainer: Any, throughput: Any):
 
 @pytest.mark.parametrize("other", ["merged"], indirect=True)
 def test_fold_beside_merged(
+    request: pytest.FixtureRequest,
     benchmark: Any,
     other: Running,
     running: Running,
-    folding: Any,
     trainer: Any,
     amounts: dict[str, int],
     told: dict[str, Any],
 ):
     """Tokens per second of folded weights and of an engine with such weights from the start, by turns: two
     runs of one engine, some time apart, can differ by more than the two do."""
+    folding = request.getfixturevalue("folding")
     running.run(folding.update_adapter(trainer.step()))
     found: dict[str, list[float]] = {"fold": [], "merged": []}
 
