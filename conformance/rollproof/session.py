@@ -268,7 +268,7 @@ class Session:
         told, scored = self.verifier.judged(exchanges, wrong, telling)
         if scale is None:
             return told
-        size = max(len(e.request.prompt_token_ids) for e in exchanges), exchanges[0].request.max_tokens
+        size = self.verifier.size(exchanges)
         samples = [self.verifier.sample(e) for e in exchanges]
 
         def noise(version: int) -> float:

@@ -135,15 +135,21 @@ class Verifier:
 
     def tolerance(self, exchanges: Sequence[Exchange]) -> Tolerance:
         """What is allowed for completions of this size, measured once with the oracle alone."""
-        length = max(len(e.request.prompt_token_ids) for e in exchanges)
-        n_tokens = max(e.request.max_tokens for e in exchanges)
-        size = length, n_tokens
+        size = self.size(exchanges)
         tolerance = self.calibration.tolerance(size)
         for served in map(self.history.served, exchanges):
             for version in (*served.at_start, *served.later):
                 if version in self._own:
                     tolerance = tolerance.or_wider(self._own[version](size))
         return tolerance
+
+    @staticmethod
+    def size(exchanges: Sequence[Exchange]) -> tuple[int, int]:
+        """The most prompt tokens and completion tokens that were asked for."""
+        return (
+            max(len(e.request.prompt_token_ids) for e in exchanges),
+            max(e.request.max_tokens for e in exchanges),
+        )
 
     @staticmethod
     def sample(e: Exchange) -> Sample:
