@@ -293,7 +293,6 @@ class AsyncRollout:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         lora, epoch = self._lora_request() if request.adapter else None, self._epoch
         self._check_base(request, epoch)
-        checked = self.sync.merges and not request.adapter  # again and again, since they may change
         # In weights that change, the base model's KV too is of one epoch alone.
         if (lora is not None or self.sync.merges) and (salt := self._cache_salt()) is not None:
             prompt["cache_salt"] = salt
@@ -303,8 +302,7 @@ class AsyncRollout:
             found = self.engine.generate(prompt, params, request_id, lora_request=lora)
             async with aclosing(found) as outputs:
                 async for output in outputs:
-                    if checked:
-                        self._check_base(request, epoch)
+                    self._check_base(request, epoch)
                     yield output
         finally:
             self._running.discard(request_id)
